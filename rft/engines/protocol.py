@@ -1,0 +1,96 @@
+"""What a rollout engine can do: a few verbs, the same for every engine.
+
+An engine knows nothing of states and legality, nor of versions; it does what it is told, and what it cannot do it refuses by name.
+All ranks of a TP group call the same verbs with the same arguments in the same order. After any failure `sleep("release")` must
+bring it to rest, whatever it was doing.
+"""
+
+import dataclasses as dc
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from rft.experience import Finish, Sampling
+
+Keeping = Literal["release", "keep"]
+WHOLE = "*"
+"""The only key of `checksums` where an engine's layout hides which bytes belong to which name."""
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Request:
+    """One response to sample: the prompt's token ids and the seed of its random numbers."""
+
+    tokens: tuple[int, ...]
+    seed: int
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One sampled response: its ids (an end token included, if one was sampled), their log-probs, and why it ended."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Finish
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class EngineMemory:
+    """Bytes on this rank's device: what weights and cache take when mapped, and what is mapped now."""
+
+    weights: int
+    cache: int
+    mapped: int
+
+
+class Engine(Protocol):
+    """A rollout engine of this rank, or this rank's part of one."""
+
+    name: str
+    keeps: Literal["device", "host"] | None
+    """Where `sleep("keep")` leaves the weights; None: it cannot keep them."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """One completion per request, in order. `sampling.samples` is not read: a prompt with n samples is n requests."""
+        ...
+
+    def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:
+        """log p(token t | tokens before t) at temperature 1, for every token but the first of each sequence; for the probe."""
+        ...
+
+    def sleep(self, weights: Keeping) -> None:
+        """Unmaps the cache, and the weights too where `release`. Idempotent, and right in any condition."""
+        ...
+
+    def wake_weights(self) -> None:
+        """Maps the weights (their values are undefined after `release`); the cache stays unmapped. Idempotent."""
+        ...
+
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Installs a whole set of named, full (unsharded) tensors of any float dtype, casting them, and finishes loading once.
+
+        The iterator may contain collectives: it is exhausted, also on an error. Raises `SyncFailed` for names that it does not
+        know or did not get.
+        """
+        ...
+
+    def checksums(self) -> Mapping[str, int]:
+        """Checksums (`ops.checksum`) of what lies in the engine now, by the names that `load` took, or under `WHOLE` alone."""
+        ...
+
+    def wake_cache(self) -> None:
+        """Maps the cache. Idempotent."""
+        ...
+
+    def flush(self) -> None:
+        """Drops everything computed with older weights: prefix, multimodal and LoRA caches."""
+        ...
+
+    def memory(self) -> EngineMemory:
+        """Bytes on this rank's device."""
+        ...
+
+    def close(self) -> None:
+        """Gives everything back. Idempotent."""
+        ...

@@ -1,0 +1,197 @@
+"""Prompts, rollouts, experience and mini-batches: frozen, shape-checked records of tensors on the host.
+
+Shapes: `batch` counts sequences (one row per sample), `seq` tokens. Every row starts at column 0 with its prompt, then its
+response, then padding on the right; all tensors of a record share one `seq` axis. What stands at column t is about token t: the
+log-prob at t is that of token t given those before it. Nothing here is decoded and tokenised again: the tokens that were sampled
+are the tokens that are trained on.
+"""
+
+import dataclasses as dc
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float32, Int64
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rft import tree
+from rft.errors import BadInput, ShapeError
+from rft.shapes import check_record
+from rft.state import BatchId, PolicyVersion
+
+Finish = Literal["stop", "length"]
+"""Why a response ended: `stop`, it sampled an end token (which is part of it); `length`, it was cut off and has no end token."""
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How responses are drawn.
+
+    The distribution sampled from is softmax(logits / temperature), cut to the `top_k` most likely tokens (0: all) and then to the
+    smallest set whose mass reaches `top_p`, renormalised. Temperature 0 is greedy; its log-probs are those at temperature 1.
+    """
+
+    samples: int = 1
+    """Responses per prompt."""
+    max_new_tokens: int = 128
+    """Longest response, in tokens."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy."""
+    top_p: float = 1.0
+    """Mass of the nucleus; 1 keeps everything."""
+    top_k: int = 0
+    """Tokens kept; 0 keeps everything."""
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.max_new_tokens < 1:
+            raise BadInput(f"samples and max_new_tokens must be at least 1, got {self.samples} and {self.max_new_tokens}")
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise BadInput(
+                "temperature must be at least 0, top_p in (0, 1], top_k at least 0; "
+                f"got {self.temperature}, {self.top_p}, {self.top_k}"
+            )
+
+
+@tree.record
+@dc.dataclass(frozen=True, kw_only=True, eq=False)
+class Prompts:
+    """Tokenised questions of one epoch. `ids` are stable numbers of the data set; seeds and groups come from them."""
+
+    tokens: Int64[Tensor, "prompt seq"]
+    mask: Bool[Tensor, "prompt seq"]
+    ids: Int64[Tensor, "prompt"]
+    epoch: int
+    texts: tuple[str, ...]
+    answers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        check_record(self)
+        _check_lengths(self, len(self.ids), texts=self.texts, answers=self.answers)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@tree.record
+@dc.dataclass(frozen=True, kw_only=True, eq=False)
+class Rollouts:
+    """What one call of `generate` sampled on this rank, one row per sample.
+
+    `sampled` marks the response; there `logprobs` are those of the distribution sampled from and `versions` the weights' version.
+    Elsewhere they are 0 and -1. `groups` are prompt ids, `samples` number the responses of one prompt.
+    """
+
+    batch: BatchId
+    tokens: Int64[Tensor, "batch seq"]
+    mask: Bool[Tensor, "batch seq"]
+    sampled: Bool[Tensor, "batch seq"]
+    logprobs: Float32[Tensor, "batch seq"]
+    versions: Int64[Tensor, "batch seq"]
+    groups: Int64[Tensor, "batch"]
+    samples: Int64[Tensor, "batch"]
+    finish: tuple[Finish, ...]
+    questions: tuple[str, ...]
+    responses: tuple[str, ...]
+    answers: tuple[str, ...]
+    sampling: Sampling
+
+    def __post_init__(self) -> None:
+        check_record(self)
+        _check_lengths(
+            self, len(self.groups), finish=self.finish, questions=self.questions, responses=self.responses, answers=self.answers
+        )
+        if bool((self.sampled & ~self.mask).any()):
+            raise ShapeError("Rollouts.sampled marks tokens that Rollouts.mask calls padding")
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The oldest version that a token was sampled from."""
+        used = self.versions[self.sampled]
+        return PolicyVersion(int(used.min()) if used.numel() else 0)
+
+
+@tree.record
+@dc.dataclass(frozen=True, kw_only=True, eq=False)
+class Experience:
+    """Rollouts with their rewards and advantages: what is trained on.
+
+    Row i is row `rows[i]` of the rollouts `batches[origin[i]]`; old log-probs are joined by these two.
+    """
+
+    batches: tuple[BatchId, ...]
+    origin: Int64[Tensor, "batch"]
+    rows: Int64[Tensor, "batch"]
+    tokens: Int64[Tensor, "batch seq"]
+    mask: Bool[Tensor, "batch seq"]
+    sampled: Bool[Tensor, "batch seq"]
+    logprobs: Float32[Tensor, "batch seq"]
+    groups: Int64[Tensor, "batch"]
+    rewards: Float32[Tensor, "batch"]
+    advantages: Float32[Tensor, "batch seq"]
+    temperature: float
+
+    def __post_init__(self) -> None:
+        check_record(self)
+        if self.origin.numel() and not 0 <= int(self.origin.min()) <= int(self.origin.max()) < len(self.batches):
+            raise ShapeError(f"{type(self).__name__}.origin names a batch beyond the {len(self.batches)} in batches")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@tree.record
+@dc.dataclass(frozen=True, kw_only=True, eq=False)
+class Minibatch(Experience):
+    """The rows of an experience that one optimizer step takes on this rank; made by `minibatches`."""
+
+
+def experience(rollouts: Rollouts, rewards: Float32[Tensor, "batch"], advantages: Float32[Tensor, "batch seq"]) -> Experience:
+    """Joins rollouts with rewards `[batch]` and advantages `[batch, seq]` (float32). Raises `ShapeError` where they do not fit."""
+    return Experience(
+        batches=(rollouts.batch,),
+        origin=torch.zeros_like(rollouts.groups),
+        rows=torch.arange(len(rollouts)),
+        tokens=rollouts.tokens,
+        mask=rollouts.mask,
+        sampled=rollouts.sampled,
+        logprobs=rollouts.logprobs,
+        groups=rollouts.groups,
+        rewards=rewards,
+        advantages=advantages,
+        temperature=rollouts.sampling.temperature,
+    )
+
+
+def concatenate(*parts: Experience) -> Experience:
+    """One experience of several, padded to the longest. Raises `BadInput` for none, or for different temperatures."""
+    if not parts:
+        raise BadInput("concatenate needs at least one experience")
+    if len({part.temperature for part in parts}) > 1:
+        raise BadInput(f"experiences sampled at different temperatures cannot be joined: {[p.temperature for p in parts]}")
+    batches = tuple(dict.fromkeys(b for part in parts for b in part.batches))
+    width = max(part.tokens.shape[1] for part in parts)
+    joined: dict[str, Any] = {
+        name: torch.cat([_widened(getattr(part, name), width) for part in parts])
+        for name in ("rows", "tokens", "mask", "sampled", "logprobs", "groups", "rewards", "advantages")
+    }
+    origin = [torch.tensor([batches.index(part.batches[o]) for o in part.origin.tolist()], dtype=torch.int64) for part in parts]
+    return Experience(batches=batches, origin=torch.cat(origin), temperature=parts[0].temperature, **joined)
+
+
+def take(source: Experience, rows: Int64[Tensor, "row"]) -> Minibatch:
+    """The mini-batch of the given rows of `source`, in that order."""
+    fields = {f.name: getattr(source, f.name) for f in dc.fields(source)}
+    return Minibatch(**{name: value[rows] if isinstance(value, Tensor) else value for name, value in fields.items()})
+
+
+def _widened(value: Tensor, width: int) -> Tensor:
+    return value if value.dim() == 1 else pad(value, (0, width - value.shape[1]))
+
+
+def _check_lengths(record: Any, count: int, **columns: tuple[Any, ...]) -> None:
+    for name, column in columns.items():
+        if len(column) != count:
+            raise ShapeError(f"{type(record).__name__}.{name} has {len(column)} entries for {count} rows")

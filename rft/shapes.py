@@ -1,0 +1,68 @@
+"""Shape checks: records check their own fields when they are made, functions through jaxtyping and beartype.
+
+Axis names are bound over the whole record, so `Float[Tensor, "batch seq"]` in two fields means the same two sizes.
+"""
+
+import dataclasses as dc
+import functools
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from beartype import beartype
+from jaxtyping import AbstractArray, TypeCheckError, jaxtyped
+from torch import Tensor
+
+from rft.errors import ShapeError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def checked(function: F) -> F:
+    """Checks the jaxtyping annotations of a public function at every call; a mismatch raises `ShapeError`."""
+    inner = jaxtyped(typechecker=beartype)(function)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        except TypeCheckError as error:
+            raise ShapeError(f"{function.__qualname__}: {error}") from None
+
+    return typing.cast(F, run)
+
+
+@functools.cache
+def _array_fields(cls: type) -> tuple[tuple[str, Any], ...]:
+    hints = typing.get_type_hints(cls)
+    return tuple((f.name, hints[f.name]) for f in dc.fields(cls) if _is_array(hints[f.name]))
+
+
+def _is_array(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, AbstractArray)
+
+
+def check_record(record: Any) -> None:
+    """Checks every array field of a frozen dataclass against its annotation; call it first in `__post_init__`.
+
+    Raises `ShapeError` that names the record, the field, and the axis or dtype that is wrong.
+    """
+    name, sizes = type(record).__name__, dict[str, tuple[int, str]]()
+    for field, hint in _array_fields(type(record)):
+        value = getattr(record, field)
+        if not isinstance(value, Tensor):
+            raise ShapeError(f"{name}.{field} must be a tensor {_show(hint)}, but is a {type(value).__name__}")
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype not in hint.dtypes:
+            raise ShapeError(f"{name}.{field} has dtype {dtype}, but is declared {_show(hint)}: dtype one of {', '.join(hint.dtypes)}")
+        axes = hint.dim_str.split()
+        if value.dim() != len(axes):
+            raise ShapeError(f"{name}.{field} has shape {tuple(value.shape)}, but is declared {_show(hint)}: axes {', '.join(axes)}")
+        for axis, size in zip(axes, value.shape, strict=True):
+            expected, where = sizes.setdefault(axis, (size, field))
+            if size != expected:
+                raise ShapeError(f"{name}.{field}: axis {axis!r} is {size}, but {expected} in {name}.{where}; declared {_show(hint)}")
+
+
+def _show(hint: Any) -> str:
+    return hint.__name__

@@ -1,0 +1,122 @@
+"""What a training backend can do: a few verbs, the same for every backend.
+
+Every verb is collective: all ranks of the training group call it together. A backend knows nothing of states and legality.
+"""
+
+import dataclasses as dc
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from jaxtyping import Bool, Float32, Int64
+from torch import Tensor
+
+from rft import tree
+from rft.experience import Minibatch
+from rft.shapes import check_record
+
+Part = Literal["model", "optimizer"]
+"""What is moved on its own: the sharded weights (fp32 masters, in the trainer), or the optimizer's moments."""
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """One named tensor of the model as it is streamed: its full shape and the dtype that the trainer holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Denominators over the whole global batch of one optimizer step: all ranks, all micro-batches."""
+
+    tokens: int
+    """Sampled tokens."""
+    sequences: int
+    """Rows with at least one sampled token."""
+
+
+@tree.record
+@dc.dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """What one forward pass takes: rows of a mini-batch, cut to their longest, with the old log-probs joined.
+
+    `old` is None where the objective is to take its own detached log-probs (the first step). A filler row, which keeps the ranks'
+    counts equal, has nothing sampled and contributes nothing.
+    """
+
+    rows: Minibatch
+    old: Float32[Tensor, "batch seq"] | None
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class LossTerms:
+    """What an objective gives for one micro-batch.
+
+    `loss` is a scalar, already divided by the step's `Totals`, so that the sum over micro-batches and ranks is the loss of the
+    global batch. `metrics` are scalars, scaled likewise.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+Objective = Callable[[Float32[Tensor, "batch seq"], MicroBatch, Totals], LossTerms]
+"""(new log-probs [batch, seq] with gradient, 0 where nothing is sampled; the micro-batch, the totals) -> the loss and its metrics."""
+
+
+class Trainer(Protocol):
+    """The sharded Actor with its optimizer."""
+
+    name: str
+
+    def manifest(self) -> tuple[TensorSpec, ...]:
+        """Every tensor that `stream_weights` gives, in its order: parameters, and the persistent buffers that checkpoints have."""
+        ...
+
+    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors under their Hugging Face names, gathered one bucket at a time; valid until the next is asked for.
+
+        Works on an offloaded model too. Tied tensors come once, under the name that the checkpoint has. Contains collectives:
+        exhaust it on every rank.
+        """
+        ...
+
+    def logprobs(
+        self, tokens: Int64[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq"], temperature: float
+    ) -> Float32[Tensor, "batch seq"]:
+        """log p(token t | before t) in fp32 from logits / temperature, no gradient; 0 at column 0 and on padding. On the host.
+
+        Ranks may bring different numbers of rows and lengths; the micro-batches are planned together.
+        """
+        ...
+
+    def step(self, batch: Minibatch, old: Float32[Tensor, "batch seq"] | None, objective: Objective) -> dict[str, float]:
+        """One optimizer step over the global batch: this rank's rows and those of all others.
+
+        Returns the objective's metrics summed over the whole batch, and `loss`, `grad_norm` (before the clip), `lr`.
+        """
+        ...
+
+    def offload(self, part: Part) -> None:
+        """Moves a part to the host and gives its device memory back to the driver; on a CPU it empties the storage."""
+        ...
+
+    def reload(self, part: Part) -> None:
+        """Moves a part back to the device, bit-identical."""
+        ...
+
+    def bytes(self, part: Part) -> int:
+        """Bytes that a part takes on this rank's device when it is there."""
+        ...
+
+    def export(self, path: Path) -> None:
+        """Writes the model as an ordinary Hugging Face folder, gathered; rank 0 writes."""
+        ...
+
+    def close(self) -> None:
+        """Gives everything back."""
+        ...
