@@ -67,16 +67,17 @@ class Engine(Protocol):
         """Maps the weights (their values are undefined after `release`); the cache stays unmapped. Idempotent."""
         ...
 
-    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> Mapping[str, int]:
         """Installs a whole set of named, full (unsharded) tensors of any float dtype, casting them, and finishes loading once.
 
-        The iterator may contain collectives: it is exhausted, also on an error. Raises `SyncFailed` for names that it does not
-        know or did not get.
+        Returns the checksums of what was received, as cast and as far as this rank holds it (under TP, its slices): what
+        `checksums` gives where everything arrived. The iterator may contain collectives: it is exhausted, also on an error.
+        Raises `SyncFailed` for names that it does not know or did not get.
         """
         ...
 
     def checksums(self) -> Mapping[str, int]:
-        """Checksums (`ops.checksum`) of what lies in the engine now, by the names that `load` took, or under `WHOLE` alone."""
+        """Checksums of what lies in the engine now, read from its memory: the keys of `load`'s result, or `WHOLE` alone."""
         ...
 
     def wake_cache(self) -> None:
