@@ -67,6 +67,10 @@ class SyncFailed(EngineFailed):
     """A broadcast did not arrive whole: the manifest or a checksum differs."""
 
 
+class NonFiniteGradient(RftError):
+    """The gradient's global norm is infinite or NaN; the optimizer was not touched, and the gradients are cleared."""
+
+
 class RuntimePoisoned(RftError):
     """A step failed half-way, so models and optimizer are in no known state; leave `launch` and start anew."""
 

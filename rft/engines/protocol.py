@@ -9,6 +9,7 @@ import dataclasses as dc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from rft.experience import Finish, Sampling
@@ -48,6 +49,10 @@ class Engine(Protocol):
     """A rollout engine of this rank, or this rank's part of one."""
 
     name: str
+    dtype: torch.dtype
+    """Of the weights it computes with."""
+    max_model_len: int
+    """Longest prompt and response together, in tokens."""
     keeps: Literal["device", "host"] | None
     """Where `sleep("keep")` leaves the weights; None: it cannot keep them."""
 
