@@ -4,7 +4,7 @@ Every verb is collective: all ranks of the training group call it together. A ba
 """
 
 import dataclasses as dc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -12,9 +12,8 @@ import torch
 from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
-from rft import tree
 from rft.experience import Minibatch
-from rft.shapes import check_record
+from rft.objectives import Objective
 
 Part = Literal["model", "optimizer"]
 """What is moved on its own: the sharded weights (fp32 masters, in the trainer), or the optimizer's moments."""
@@ -27,45 +26,6 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-@dc.dataclass(frozen=True, kw_only=True)
-class Totals:
-    """Denominators over the whole global batch of one optimizer step: all ranks, all micro-batches."""
-
-    tokens: int
-    """Sampled tokens."""
-    sequences: int
-    """Rows with at least one sampled token."""
-
-
-@tree.record
-@dc.dataclass(frozen=True, kw_only=True, eq=False)
-class MicroBatch:
-    """What one forward pass takes: rows of a mini-batch, cut to their longest, with the old log-probs joined.
-
-    `old` is None where the objective is to take its own detached log-probs (the first step). A filler row, which keeps the ranks'
-    counts equal, has nothing sampled and contributes nothing.
-    """
-
-    rows: Minibatch
-    old: Float32[Tensor, "batch seq"] | None
-
-
-@dc.dataclass(frozen=True, kw_only=True)
-class LossTerms:
-    """What an objective gives for one micro-batch.
-
-    `loss` is a scalar, already divided by the step's `Totals`, so that the sum over micro-batches and ranks is the loss of the
-    global batch. `metrics` are scalars, scaled likewise.
-    """
-
-    loss: Tensor
-    metrics: dict[str, Tensor]
-
-
-Objective = Callable[[Float32[Tensor, "batch seq"], MicroBatch, Totals], LossTerms]
-"""(new log-probs [batch, seq] with gradient, 0 where nothing is sampled; the micro-batch, the totals) -> the loss and its metrics."""
 
 
 class Trainer(Protocol):
