@@ -47,8 +47,7 @@ class Sampling:
             raise BadInput(f"samples and max_new_tokens must be at least 1, got {self.samples} and {self.max_new_tokens}")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
             raise BadInput(
-                "temperature must be at least 0, top_p in (0, 1], top_k at least 0; "
-                f"got {self.temperature}, {self.top_p}, {self.top_k}"
+                f"temperature must be at least 0, top_p in (0, 1], top_k at least 0; got {self.temperature}, {self.top_p}, {self.top_k}"
             )
 
 
@@ -97,9 +96,7 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         check_record(self)
-        _check_lengths(
-            self, len(self.groups), finish=self.finish, questions=self.questions, responses=self.responses, answers=self.answers
-        )
+        _check_lengths(self, len(self.groups), finish=self.finish, questions=self.questions, responses=self.responses, answers=self.answers)
         if bool((self.sampled & ~self.mask).any()):
             raise ShapeError("Rollouts.sampled marks tokens that Rollouts.mask calls padding")
 
@@ -183,8 +180,9 @@ def concatenate(*parts: Experience) -> Experience:
 
 def take(source: Experience, rows: Int64[Tensor, "row"]) -> Minibatch:
     """The mini-batch of the given rows of `source`, in that order."""
-    fields = {f.name: getattr(source, f.name) for f in dc.fields(source)}
-    return Minibatch(**{name: value[rows] if isinstance(value, Tensor) else value for name, value in fields.items()})
+    fields: dict[str, Any] = {f.name: getattr(source, f.name) for f in dc.fields(source)}
+    taken: dict[str, Any] = {name: value[rows] if isinstance(value, Tensor) else value for name, value in fields.items()}
+    return Minibatch(**taken)
 
 
 def _widened(value: Tensor, width: int) -> Tensor:

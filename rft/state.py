@@ -119,7 +119,7 @@ OldT = TypeVar("OldT", bound=NoOld | OldLogProbs, covariant=True, default=NoOld 
 E = TypeVar("E", bound=Awake | Asleep)
 W = TypeVar("W", bound=Fresh | Stale)
 A = TypeVar("A", bound=OnDevice | Offloaded)
-O = TypeVar("O", bound=NoOld | OldLogProbs)  # noqa: E741
+O = TypeVar("O", bound=NoOld | OldLogProbs)
 
 AXES: tuple[tuple[str, tuple[type, type]], ...] = (
     ("engine", (Awake, Asleep)),
@@ -143,7 +143,12 @@ class Placement:
 class Roles:
     """Placement of everything beside the Actor's weights and the engine; checked at run time."""
 
-    placements: Mapping[Role, Placement] = MappingProxyType({})
+    placements: Mapping[Role, Placement] = dc.field(default_factory=lambda: MappingProxyType({}))
+
+    @classmethod
+    def at_launch(cls, sizes: Mapping[Role, int]) -> "Roles":
+        """Every role on the device, with the bytes that it takes there."""
+        return cls(MappingProxyType({role: Placement("device", size) for role, size in sizes.items()}))
 
     def of(self, role: Role) -> Placement:
         """Where `role` lies. Raises `RoleError` if there is none of that name."""
@@ -164,6 +169,8 @@ class Devices:
     """
 
     ledger: "Ledger"
+    cannot: Mapping[str, str] = MappingProxyType({})
+    """Steps that this runtime's backends cannot take, and why."""
 
     def enter(self, step: str, generation: int) -> None:
         """Called before a legal step takes effect: the place where ranks compare where they are."""
@@ -224,6 +231,25 @@ def then(
         generation=state.generation + 1,
         devices=state.devices,
     )
+
+
+def first_state(devices: Devices, roles: Roles) -> RuntimeState[Asleep, Stale, OnDevice, NoOld]:
+    """The state that a launch begins with."""
+    return RuntimeState(
+        engine=Asleep(),
+        weights=Stale(None),
+        actor=OnDevice(),
+        old=NoOld(),
+        roles=roles,
+        version=PolicyVersion(0),
+        generation=0,
+        devices=devices,
+    )
+
+
+def after_step(old: OldLogProbs) -> OldLogProbs:
+    """The same old log-probs, with one more `train_step` on them."""
+    return dc.replace(old, steps=old.steps + 1)
 
 
 def is_ready(state: RuntimeState[Any, Any, A, O]) -> TypeIs[RuntimeState[Awake, Fresh, A, O]]:

@@ -6,7 +6,7 @@ Unflattening does not run `__post_init__`: trees are mapped over things that are
 
 import dataclasses as dc
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import optree
 import torch
@@ -51,15 +51,17 @@ def record(cls: RecordT) -> RecordT:
         return node
 
     _RECORDS.add(cls)
-    optree.register_pytree_node(cls, flatten, unflatten, namespace=NAMESPACE)  # pyright: ignore[reportUnknownMemberType]
+    register: Any = optree.register_pytree_node  # its own annotations admit collections only
+    register(cls, flatten, unflatten, namespace=NAMESPACE)
     return cls
 
 
 def tree_map(function: Callable[..., Any], tree: T, *rest: Any) -> T:
     """Maps `function` over the tensors of a record, or of a nest of records, tuples and dicts."""
-    return optree.tree_map(function, tree, *rest, namespace=NAMESPACE)  # pyright: ignore
+    mapped: Any = optree.tree_map(function, cast(Any, tree), *rest, namespace=NAMESPACE)
+    return mapped
 
 
 def tree_leaves(tree: Any) -> list[Any]:
     """The tensors of a record, or of a nest of records, tuples and dicts, in a fixed order."""
-    return optree.tree_leaves(tree, namespace=NAMESPACE)  # pyright: ignore
+    return optree.tree_leaves(tree, namespace=NAMESPACE)

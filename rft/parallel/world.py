@@ -9,6 +9,8 @@ import datetime
 import logging
 import os
 import socket
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ log = logging.getLogger("rft")
 
 @dc.dataclass(frozen=True, kw_only=True)
 class World:
-    """This rank's place. `host` is a gloo group over all ranks, for small messages; `tp` and `dp` are gloo groups too."""
+    """This rank's place. `host` is a gloo group over all ranks, for small messages; `tp` and `dp` are gloo groups too (None: alone)."""
 
     rank: int
     size: int
@@ -29,9 +31,9 @@ class World:
     dp_rank: int
     dp_size: int
     device: torch.device
-    host: dist.ProcessGroup
-    tp: dist.ProcessGroup
-    dp: dist.ProcessGroup
+    host: dist.ProcessGroup | None
+    tp: dist.ProcessGroup | None
+    dp: dist.ProcessGroup | None
 
 
 def tp_groups(size: int, tp: int) -> list[list[int]]:
@@ -60,8 +62,8 @@ def open_world(tensor_parallel: int, *, timeout_s: float) -> World:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
-    tp = [dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in rows]
-    dp = [dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in columns]
+    tp = [_group(ranks, timeout) for ranks in rows]
+    dp = [_group(ranks, timeout) for ranks in columns]
     world = World(
         rank=rank,
         size=size,
@@ -70,12 +72,17 @@ def open_world(tensor_parallel: int, *, timeout_s: float) -> World:
         dp_rank=rank // tensor_parallel,
         dp_size=size // tensor_parallel,
         device=device,
-        host=dist.new_group(backend="gloo", timeout=timeout),
+        host=_group(range(size), timeout),
         tp=tp[rank // tensor_parallel],
         dp=dp[rank % tensor_parallel],
     )
     log.info("rank %d of %d: TP rank %d, DP rank %d, device %s", rank, size, world.tp_rank, world.dp_rank, device)
     return world
+
+
+def _group(ranks: Sequence[int], timeout: datetime.timedelta) -> dist.ProcessGroup | None:
+    group: Any = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+    return group
 
 
 def _own_device() -> torch.device:

@@ -1,0 +1,91 @@
+"""Waking and sleeping of the engine; host and device for the Actor and the other roles."""
+
+from typing import Any
+
+from rft.effects.budget import require_room
+from rft.effects.runtime import Runtime, runtime_of
+from rft.engines.protocol import Keeping
+from rft.errors import RoleError
+from rft.state import ACTOR_OPTIMIZER, Asleep, Awake, Fresh, Offloaded, OnDevice, Role, Roles, RuntimeState
+from rft.trainers.protocol import Part
+
+PARTS: dict[Role, Part] = {ACTOR_OPTIMIZER: "optimizer"}
+"""Which part of the trainer a role is."""
+
+
+def wake(state: RuntimeState[Any, Fresh, Any, Any]) -> Awake:
+    """Maps the cache, and the weights where a keeping sleep took them to the host; then the watch looks."""
+    runtime = runtime_of(state)
+    memory = runtime.engine.memory()
+    missing = max(memory.weights - memory.mapped, 0)
+    require_room("wake(state)", state, {"engine cache": memory.cache, **({"engine weights": missing} if missing else {})})
+    with runtime.engine_effect():
+        runtime.engine.wake_weights()
+        runtime.engine.wake_cache()
+        runtime.watch.ask_engine(runtime.engine, state.weights.version)
+    if type(state.actor) is OnDevice:
+        runtime.watch.ask_actor(runtime.trainer, state.version, "wake")
+    return Awake()
+
+
+def sleep(state: RuntimeState[Any, Any, Any, Any], weights: Keeping) -> Asleep:
+    """Unmaps the cache, and lets the weights go or keeps them."""
+    runtime = runtime_of(state)
+    with runtime.engine_effect():
+        runtime.engine.sleep(weights)
+    return Asleep()
+
+
+def recover(state: RuntimeState[Any, Any, Any, Any]) -> Asleep:
+    """Brings the engine to rest after a failure; its weights and cache are gone, and all ranks agree that they are."""
+    runtime = runtime_of(state)
+    with runtime.engine_effect():
+        runtime.engine.sleep("release")
+    return Asleep()
+
+
+def offload_actor(state: RuntimeState[Any, Any, Any, Any]) -> Offloaded:
+    """Device to host; what it frees goes back to the driver."""
+    runtime = runtime_of(state)
+    _move(runtime, "model", "host")
+    return Offloaded()
+
+
+def reload_actor(state: RuntimeState[Any, Any, Any, Any]) -> OnDevice:
+    """Host to device, if it fits; then the watch looks, where the engine woke while the Actor was away."""
+    runtime = runtime_of(state)
+    require_room("reload_actor(state)", state, {"actor": runtime.trainer.bytes("model")})
+    _move(runtime, "model", "device")
+    runtime.watch.ask_actor(runtime.trainer, state.version, "reload_actor")
+    return OnDevice()
+
+
+def offload(state: RuntimeState[Any, Any, Any, Any], role: Role) -> Roles:
+    """Another role, device to host. Raises `RoleError` where it is not there, or on the host already."""
+    _require_at("offload", state, role, "device")
+    _move(runtime_of(state), PARTS[role], "host")
+    return state.roles.moved(role, "host")
+
+
+def reload(state: RuntimeState[Any, Any, Any, Any], role: Role) -> Roles:
+    """Another role, host to device. Raises `RoleError` where it is not there, or on the device already; `DoesNotFit`."""
+    _require_at("reload", state, role, "host")
+    require_room(f"reload(state, {role!r})", state, {role: state.roles.of(role).bytes})
+    _move(runtime_of(state), PARTS[role], "device")
+    return state.roles.moved(role, "device")
+
+
+def _require_at(call: str, state: RuntimeState[Any, Any, Any, Any], role: Role, where: str) -> None:
+    if role == "actor":
+        raise RoleError(f"{call}(state, 'actor'): the Actor is no role but an axis; write instead: state = {call}_actor(state)")
+    if state.roles.of(role).where != where:
+        other = "reload" if call == "offload" else "offload"
+        raise RoleError(f"{call}(state, {role!r}): it is on the {state.roles.of(role).where} already; leave it out, or {other} it first")
+
+
+def _move(runtime: Runtime, part: Part, where: str) -> None:
+    with runtime.ledger.irreversible("runtime"):
+        if where == "host":
+            runtime.trainer.offload(part)
+        else:
+            runtime.trainer.reload(part)

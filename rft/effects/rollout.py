@@ -1,0 +1,110 @@
+"""Prompts into rollouts: a TP group generates together, and every rank takes back its own share."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from rft.effects.runtime import Runtime, runtime_of
+from rft.engines.protocol import Completion, Request
+from rft.errors import BadInput, TooStale
+from rft.experience import Finish, Prompts, Rollouts, Sampling
+from rft.parallel.seeds import seed_of
+from rft.state import BatchId, PolicyVersion, RuntimeState
+
+
+def generate(state: RuntimeState[Any, Any, Any, Any], prompts: Prompts, sampling: Sampling, draw: int) -> Rollouts:
+    """`sampling.samples` responses for each of this rank's prompts, sampled from the weights that the engine holds."""
+    runtime = runtime_of(state)
+    version = state.weights.version
+    assert version is not None, "an engine that is awake holds weights of some version"
+    own = _requests(runtime.spec.seed, prompts, sampling, draw)
+    together = _gathered(runtime, own)
+    _check(runtime, together, sampling)
+    with runtime.engine_effect():
+        completions = runtime.engine.generate([request for part in together for request in part], sampling)
+    first = sum(map(len, together[: runtime.world.tp_rank]))
+    runtime.generated += 1
+    batch = BatchId(f"{runtime.generated}@{state.generation}")
+    return _rollouts(runtime, batch, prompts, sampling, completions[first : first + len(own)], version)
+
+
+def check_lag(state: RuntimeState[Any, Any, Any, Any], max_lag: int) -> None:
+    """Raises `TooStale` where the engine's weights are more than `max_lag` versions behind the Actor's."""
+    if max_lag < 0:
+        raise BadInput(f"generate_stale(state, …): max_lag must be at least 0, got {max_lag}")
+    held = state.weights.version
+    if held is None or state.version - held > max_lag:
+        raise TooStale(
+            f"generate_stale(state, …, max_lag={max_lag}): the engine holds version {held}, and the Actor is at {state.version}; "
+            "write instead: state = broadcast(state), or allow a larger max_lag"
+        )
+
+
+def _requests(run: int, prompts: Prompts, sampling: Sampling, draw: int) -> list[Request]:
+    rows = zip(prompts.ids.tolist(), prompts.tokens, prompts.mask, strict=True)
+    tokens = [(prompt, tuple(row[mask].tolist())) for prompt, row, mask in rows]
+    return [
+        Request(tokens=ids, seed=seed_of(run=run, epoch=prompts.epoch, prompt=prompt, draw=draw, sample=sample))
+        for prompt, ids in tokens
+        for sample in range(sampling.samples)
+    ]
+
+
+def _gathered(runtime: Runtime, own: list[Request]) -> list[list[Request]]:
+    """The requests of every rank of the TP group, in rank order."""
+    if runtime.world.tp_size == 1:
+        return [own]
+    together: list[list[Request]] = [[] for _ in range(runtime.world.tp_size)]
+    dist.all_gather_object(together, own, group=runtime.world.tp)
+    return together
+
+
+def _check(runtime: Runtime, together: Sequence[Sequence[Request]], sampling: Sampling) -> None:
+    """Raises `BadInput` for a request that the engine cannot hold, on every rank of the TP group alike."""
+    limit = runtime.engine.max_model_len
+    for rank, part in enumerate(together):
+        for row, request in enumerate(part):
+            if not request.tokens or len(request.tokens) + sampling.max_new_tokens > limit:
+                raise BadInput(
+                    f"generate(state, …): prompt {row // sampling.samples} of TP rank {rank} has {len(request.tokens)} tokens; it needs at "
+                    f"least 1, and with max_new_tokens={sampling.max_new_tokens} at most the engine's max_model_len={limit}"
+                )
+
+
+def _rollouts(
+    runtime: Runtime,
+    batch: BatchId,
+    prompts: Prompts,
+    sampling: Sampling,
+    completions: Sequence[Completion],
+    version: PolicyVersion,
+) -> Rollouts:
+    each = torch.arange(len(prompts)).repeat_interleave(sampling.samples)
+    starts = prompts.mask.sum(1)[each]
+    lengths = torch.tensor([len(c.tokens) for c in completions], dtype=torch.int64)
+    width = int((starts + lengths).max()) if completions else 0
+    column = torch.arange(width)[None, :]
+    sampled = (column >= starts[:, None]) & (column < (starts + lengths)[:, None])
+    mask = column < (starts + lengths)[:, None]
+    tokens, logprobs = torch.zeros(len(each), width, dtype=torch.int64), torch.zeros(len(each), width)
+    tokens[mask & ~sampled] = prompts.tokens[each][prompts.mask[each]]
+    tokens[sampled] = torch.tensor([t for c in completions for t in c.tokens], dtype=torch.int64)
+    logprobs[sampled] = torch.tensor([p for c in completions for p in c.logprobs], dtype=torch.float32)
+    rows = each.tolist()
+    return Rollouts(
+        batch=batch,
+        tokens=tokens,
+        mask=mask,
+        sampled=sampled,
+        logprobs=logprobs,
+        versions=torch.where(sampled, version, -1),
+        groups=prompts.ids[each],
+        samples=torch.arange(sampling.samples).repeat(len(prompts)),
+        finish=cast(tuple[Finish, ...], tuple(c.finish for c in completions)),
+        questions=tuple(prompts.texts[row] for row in rows),
+        responses=tuple(runtime.model.tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)),
+        answers=tuple(prompts.answers[row] for row in rows),
+        sampling=sampling,
+    )

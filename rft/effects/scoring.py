@@ -1,0 +1,75 @@
+"""Old log-probs of the batch in hand, joined to mini-batches later by batch and row."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rft.effects.runtime import runtime_of
+from rft.errors import BadInput, TooStale, WrongBatch
+from rft.experience import Minibatch, Rollouts
+from rft.state import BatchLogProbs, OldLogProbs, RuntimeState
+
+
+def compute(state: RuntimeState[Any, Any, Any, Any], rollouts: Sequence[Rollouts], max_lag: int) -> OldLogProbs:
+    """By a forward pass of the Actor, at the temperature that each was sampled at."""
+    _check("compute_old_logprobs", state, rollouts, max_lag)
+    trainer = runtime_of(state).trainer
+    batches = tuple(
+        BatchLogProbs(batch=r.batch, values=trainer.logprobs(r.tokens, r.mask, r.sampling.temperature or 1.0) * r.sampled) for r in rollouts
+    )
+    return OldLogProbs(version=state.version, batches=batches, source="actor")
+
+
+def adopt(
+    state: RuntimeState[Any, Any, Any, Any], rollouts: Sequence[Rollouts], source: Literal["engine", "first_step"], max_lag: int
+) -> OldLogProbs:
+    """Without a forward pass: the sampled ones, or the new ones of the one step that is to come."""
+    if source not in ("engine", "first_step"):
+        raise BadInput(f"adopt_logprobs(state, …, source={source!r}): source must be 'engine' or 'first_step'")
+    _check("adopt_logprobs", state, rollouts, max_lag)
+    batches = tuple(BatchLogProbs(batch=r.batch, values=r.logprobs if source == "engine" else None) for r in rollouts)
+    return OldLogProbs(version=state.version, batches=batches, source=source)
+
+
+def join(call: str, old: OldLogProbs, minibatch: Minibatch) -> Float32[Tensor, "batch seq"] | None:
+    """The old log-probs of a mini-batch's rows; None where they are the new ones. Raises `WrongBatch` where they are of another batch."""
+    if old.source == "first_step" and old.steps:
+        raise WrongBatch(
+            f"{call}: old log-probs adopted with source='first_step' stand for exactly one step, and it was taken; write instead: "
+            "state = finish_batch(state), or use compute_old_logprobs for several steps on one batch"
+        )
+    known = {part.batch: part.values for part in old.batches}
+    strangers = [batch for batch in minibatch.batches if batch not in known]
+    if strangers:
+        raise WrongBatch(
+            f"{call}: the mini-batch is of batch {', '.join(strangers)}, and the stored old log-probs are of {', '.join(known)}; "
+            "write instead: state = finish_batch(state), then compute_old_logprobs(state, *rollouts) of the batch to train on"
+        )
+    return None if old.source == "first_step" else _joined(known, minibatch)
+
+
+def _joined(known: dict[Any, Tensor | None], minibatch: Minibatch) -> Float32[Tensor, "batch seq"]:
+    joined = torch.zeros(minibatch.tokens.shape)
+    for index, batch in enumerate(minibatch.batches):
+        values, here = known[batch], minibatch.origin == index
+        assert values is not None
+        width = joined.shape[1]
+        joined[here] = pad(values, (0, max(width - values.shape[1], 0)))[minibatch.rows[here], :width]
+    return joined
+
+
+def _check(call: str, state: RuntimeState[Any, Any, Any, Any], rollouts: Sequence[Rollouts], max_lag: int) -> None:
+    if not rollouts or max_lag < 0:
+        raise BadInput(f"{call}(state, *rollouts): needs at least one Rollouts and max_lag of at least 0; got {len(rollouts)}, {max_lag}")
+    if len({r.batch for r in rollouts}) < len(rollouts):
+        raise WrongBatch(f"{call}(state, *rollouts): the same batch was given twice: {', '.join(r.batch for r in rollouts)}")
+    for r in rollouts:
+        if state.version - r.version > max_lag:
+            raise TooStale(
+                f"{call}(state, *rollouts, max_lag={max_lag}): batch {r.batch} was sampled from version {r.version}, and the Actor is at "
+                f"{state.version}; sample anew, or allow a larger max_lag (with a correction in the objective)"
+            )

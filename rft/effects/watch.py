@@ -1,0 +1,86 @@
+"""The watch over a synced engine: a short fixed probe, scored by the Actor and by the engine.
+
+Checksums say that the bytes arrived; the probe says that the engine computes with them what the Actor computes. It cannot see one
+step at a small learning rate, which lies below bf16's noise; checksums can.
+"""
+
+import collections
+import dataclasses as dc
+import logging
+import statistics
+from typing import Any
+
+import torch
+
+from rft.engines.protocol import Engine
+from rft.models import ModelFolder
+from rft.state import PolicyVersion
+from rft.trainers.protocol import Trainer
+
+log = logging.getLogger("rft")
+
+TEXT = "The quick brown fox jumps over the lazy dog. What is 17 + 25? The answer is 42, and 42 is not a prime number."
+LENGTH = 32
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
+"""Largest gap of one token's log-prob, in nats, that is no alarm; by the engine's dtype."""
+MEMORY, FACTOR = 16, 4.0
+"""A gap is an alarm, too, if it is above FACTOR times the median of the last MEMORY, and above a hundredth of the tolerance."""
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Gap:
+    """max |log p_engine − log p_Actor| over the probe's tokens, in nats, after a broadcast of `version`."""
+
+    version: PolicyVersion
+    value: float
+    alarm: str | None
+    """Why this is an alarm; None: it is none."""
+
+
+class Watch:
+    """Scores the probe after every `every` wakes (0: never) and keeps what it saw.
+
+    Where the Actor is offloaded when the engine wakes, the engine's scores wait for it, as long as the version stays the same.
+    """
+
+    def __init__(self, every: int, model: ModelFolder) -> None:
+        self._every, self._wakes = every, 0
+        self._probe = _probe(model.tokenizer)
+        self._waiting: tuple[PolicyVersion, list[float], torch.dtype] | None = None
+        self._recent = collections.deque[float](maxlen=MEMORY)
+        self.gaps = list[Gap]()
+
+    def ask_engine(self, engine: Engine, version: PolicyVersion) -> None:
+        """Counts a wake, and scores the probe if it is due."""
+        self._wakes += 1
+        if self._every and self._wakes % self._every == 0:
+            self._waiting = version, engine.score([self._probe])[0], engine.dtype
+
+    def ask_actor(self, trainer: Trainer, version: PolicyVersion, after: str) -> None:
+        """Scores the probe by the Actor and compares, if the engine's scores of this version wait for it. Collective."""
+        if self._waiting is None:
+            return
+        scored, engine, dtype = self._waiting
+        self._waiting = None
+        if scored != version:
+            return
+        tokens = torch.tensor([self._probe])
+        actor = trainer.logprobs(tokens, torch.ones_like(tokens, dtype=torch.bool), 1.0)[0, 1:]
+        self._judge(version, float((torch.tensor(engine) - actor).abs().max()), TOLERANCE[dtype], after)
+
+    def _judge(self, version: PolicyVersion, gap: float, tolerance: float, after: str) -> None:
+        usual = statistics.median(self._recent) if len(self._recent) == MEMORY else tolerance
+        bound = min(tolerance, max(FACTOR * usual, tolerance / 100))
+        alarm = None
+        if not gap <= bound:
+            alarm = (
+                f"engine and Actor differ by {gap:.4g} nats on the probe after {after} (version {version}); at most {bound:.4g} is usual"
+            )
+            log.warning("%s", alarm)
+        self._recent.append(gap)
+        self.gaps.append(Gap(version=version, value=gap, alarm=alarm))
+
+
+def _probe(tokenizer: Any) -> tuple[int, ...]:
+    tokens = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    return tuple(tokens[:LENGTH])

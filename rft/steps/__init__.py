@@ -1,0 +1,235 @@
+"""Every step: where it may be called, what it makes of the state, and one line that calls its effect.
+
+Everything about legality stands in three modules: the records and their invariants in `state.py`, the living state and the
+decorators in `ledger.py`, the steps here. What a step really does stands in `effects`, which knows no legality.
+
+A transition uses its state up and returns the next: write `state = wake(state)`. An observation returns its value, and the state
+lives on. Read a signature as a row of a table: `[Asleep, Fresh, A, O] -> [Awake, Fresh, A, O]` keeps the axes A and O as they are.
+Print the table with `python -m rft.steps`.
+
+Every step raises, and changes nothing: `IllegalStep` where the axes do not allow it, `ConsumedState` for a state that is not the
+living one, `EnginePoisoned` or `RuntimePoisoned` after a failure, `RuntimeClosed` after `launch`, `RanksDiverged` where the ranks
+are not all at this step. Only what comes beyond these stands in the docstrings below.
+"""
+
+from collections.abc import Generator, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from rft.effects import averages, exporting, launching, placement, rollout, scoring, sync, training
+from rft.experience import Minibatch, Prompts, Rollouts, Sampling
+from rft.ledger import beginning, observation, recovery, transition
+from rft.objectives import Objective, supervised
+from rft.rewards.scoring import RewardFunction, Rewards, score
+from rft.spec import LaunchSpec
+from rft.state import (
+    ACTOR_OPTIMIZER,
+    A,
+    Asleep,
+    Awake,
+    E,
+    Fresh,
+    NoOld,
+    O,
+    Offloaded,
+    OldLogProbs,
+    OnDevice,
+    PolicyVersion,
+    Role,
+    Roles,
+    RuntimeState,
+    Stale,
+    W,
+    after_step,
+    first_state,
+    then,
+)
+
+Metrics = dict[str, float]
+"""Scalars of one optimizer step: `loss`, `grad_norm` (before the clip), `lr`, and what the objective reports."""
+
+
+@beginning
+def launch(spec: LaunchSpec) -> Generator[RuntimeState[Asleep, Stale, OnDevice, NoOld]]:
+    """Opens the devices of a job: `with launch(spec) as state:`. Everything is given back however it is left.
+
+    Process groups, then the engine (it is measured alone, and sleeps), then the Actor. Logs each rank's global, TP and DP rank and
+    device. Raises `BadInput` for what cannot work, and `MissingEngine`; all ranks raise if one does.
+    """
+    with launching.opened(spec) as devices:
+        yield first_state(devices, Roles.at_launch({ACTOR_OPTIMIZER: devices.trainer.bytes("optimizer")}))
+
+
+# ---- the engine ----
+
+
+@transition
+def broadcast(state: RuntimeState[E, Fresh | Stale, A, O], /) -> RuntimeState[E, Fresh, A, O]:
+    """Installs the Actor's weights in the engine, as a transaction; an offloaded Actor streams from the host.
+
+    A sleeping engine's cache stays unmapped. Raises `DoesNotFit`, `SyncFailed`.
+    """
+    return then(state, state.engine, sync.broadcast(state), state.actor, state.old)
+
+
+@transition
+def wake(state: RuntimeState[Asleep, Fresh, A, O], /) -> RuntimeState[Awake, Fresh, A, O]:
+    """Maps the engine's cache; never installs weights. Raises `DoesNotFit`, `EngineFailed`."""
+    return then(state, placement.wake(state), state.weights, state.actor, state.old)
+
+
+@transition
+def sleep(state: RuntimeState[Awake, Fresh | Stale, A, O], /) -> RuntimeState[Asleep, Stale, A, O]:
+    """Releases the engine's cache and weights: the cheapest sleep, since training makes the weights stale anyway. Raises `EngineFailed`."""
+    return then(state, placement.sleep(state, "release"), Stale(None), state.actor, state.old)
+
+
+@transition
+def sleep_keeping(state: RuntimeState[Awake, W, A, O], /) -> RuntimeState[Asleep, W, A, O]:
+    """Releases the cache and keeps the weights, on the device or on the host, as the engine can. Raises `EngineFailed`."""
+    return then(state, placement.sleep(state, "keep"), state.weights, state.actor, state.old)
+
+
+@recovery
+def recover(state: RuntimeState[Any, Any, A, O], /) -> RuntimeState[Asleep, Stale, A, O]:
+    """Leads on after an engine failure: give it the state last held. The engine is at rest then, and needs a broadcast."""
+    return then(state, placement.recover(state), Stale(None), state.actor, state.old)
+
+
+@observation
+def generate(state: RuntimeState[Awake, Fresh, Any, Any], prompts: Prompts, sampling: Sampling, /, *, draw: int = 0) -> Rollouts:
+    """Samples responses to this rank's prompts from the Actor's current weights.
+
+    Each response has its own seed, from (run, epoch, prompt, `draw`, sample): the same on any rank and any number of ranks. Give
+    another `draw` to sample the same prompts anew within an epoch. Raises `BadInput` for an empty or too long prompt, `EngineFailed`.
+    """
+    return rollout.generate(state, prompts, sampling, draw)
+
+
+@observation
+def generate_stale(
+    state: RuntimeState[Awake, Any, Any, Any], prompts: Prompts, sampling: Sampling, /, *, max_lag: int, draw: int = 0
+) -> Rollouts:
+    """Samples from weights up to `max_lag` versions old, for loops that skip broadcasts; the rollouts carry their version.
+
+    Raises `TooStale`, and what `generate` raises.
+    """
+    rollout.check_lag(state, max_lag)
+    return rollout.generate(state, prompts, sampling, draw)
+
+
+# ---- placement of the Actor and of the other roles ----
+
+
+@transition
+def offload_actor(state: RuntimeState[E, W, OnDevice, O], /) -> RuntimeState[E, W, Offloaded, O]:
+    """Moves the Actor's weights to the host, and what that frees back to the driver."""
+    return then(state, state.engine, state.weights, placement.offload_actor(state), state.old)
+
+
+@transition
+def reload_actor(state: RuntimeState[E, W, Offloaded, O], /) -> RuntimeState[E, W, OnDevice, O]:
+    """Moves the Actor's weights back to the device, bit-identical. Raises `DoesNotFit`."""
+    return then(state, state.engine, state.weights, placement.reload_actor(state), state.old)
+
+
+@transition
+def offload(state: RuntimeState[E, W, A, O], role: Role, /) -> RuntimeState[E, W, A, O]:
+    """Moves another role to the host. Raises `RoleError` where it is not there, or is on the host already."""
+    return then(state, state.engine, state.weights, state.actor, state.old, roles=placement.offload(state, role))
+
+
+@transition
+def reload(state: RuntimeState[E, W, A, O], role: Role, /) -> RuntimeState[E, W, A, O]:
+    """Moves another role back to the device. Raises `RoleError` as `offload` does, and `DoesNotFit`."""
+    return then(state, state.engine, state.weights, state.actor, state.old, roles=placement.reload(state, role))
+
+
+# ---- the batch in hand ----
+
+
+@transition
+def compute_old_logprobs(
+    state: RuntimeState[E, W, OnDevice, NoOld], /, *rollouts: Rollouts, max_lag: int = 0
+) -> RuntimeState[E, W, OnDevice, OldLogProbs]:
+    """Scores the batch by the Actor as it is now; kept in the state, on the host, until `finish_batch`.
+
+    log π_old(token t | before t), fp32, from logits / temperature. Raises `TooStale` where rollouts are more than `max_lag` versions
+    behind the Actor, `WrongBatch` where one is given twice.
+    """
+    return then(state, state.engine, state.weights, state.actor, scoring.compute(state, rollouts, max_lag))
+
+
+@transition
+def adopt_logprobs(
+    state: RuntimeState[E, W, OnDevice, NoOld], /, *rollouts: Rollouts, source: Literal["engine", "first_step"], max_lag: int = 0
+) -> RuntimeState[E, W, OnDevice, OldLogProbs]:
+    """Takes old log-probs without a forward pass. Raises as `compute_old_logprobs` does.
+
+    `engine`: the sampled ones, as the engine gave them; the objective should correct for the two differing. `first_step`: those of
+    the one `train_step` that follows, detached, so that its ratio is 1; a second step raises `WrongBatch`.
+    """
+    return then(state, state.engine, state.weights, state.actor, scoring.adopt(state, rollouts, source, max_lag))
+
+
+@transition
+def train_step(
+    state: RuntimeState[E, Fresh | Stale, OnDevice, OldLogProbs], minibatch: Minibatch, objective: Objective, /
+) -> tuple[RuntimeState[E, Stale, OnDevice, OldLogProbs], Metrics]:
+    """One optimizer step of the Actor over the mini-batches of all ranks; the next version begins.
+
+    Raises `WrongBatch` where the mini-batch is not of the batch in hand, `RoleError` where the optimizer is on the host,
+    `NonFiniteGradient` (before anything is written), `BadInput`.
+    """
+    training.check_minibatch("train_step(state, minibatch, objective)", minibatch)
+    old = scoring.join("train_step(state, minibatch, objective)", state.old, minibatch)
+    metrics = training.step("train_step(state, minibatch, objective)", state, minibatch, old, objective)
+    engine, weights, version = state.engine, Stale(state.weights.version), PolicyVersion(state.version + 1)
+    return then(state, engine, weights, state.actor, after_step(state.old), version=version), metrics
+
+
+@transition
+def supervised_step(
+    state: RuntimeState[E, Fresh | Stale, OnDevice, O], minibatch: Minibatch, /
+) -> tuple[RuntimeState[E, Stale, OnDevice, O], Metrics]:
+    """One optimizer step of maximum likelihood on the tokens marked `sampled`; the next version begins. Raises as `train_step` does."""
+    training.check_minibatch("supervised_step(state, minibatch)", minibatch)
+    metrics = training.step("supervised_step(state, minibatch)", state, minibatch, None, supervised())
+    engine, weights, version = state.engine, Stale(state.weights.version), PolicyVersion(state.version + 1)
+    return then(state, engine, weights, state.actor, state.old, version=version), metrics
+
+
+@transition
+def finish_batch(state: RuntimeState[E, W, A, OldLogProbs], /) -> RuntimeState[E, W, A, NoOld]:
+    """Lets the batch's old log-probs go."""
+    return then(state, state.engine, state.weights, state.actor, NoOld())
+
+
+# ---- what needs no particular state ----
+
+
+@observation
+def rewards(
+    state: RuntimeState[Any, Any, Any, Any],
+    rollouts: Rollouts,
+    reward: RewardFunction,
+    /,
+    *,
+    deadline_s: float = 10.0,
+    workers: int = 1,
+) -> Rewards:
+    """Scores each row by `reward`; one that raises, hangs or returns nonsense is a named failure of its row, never a silent 0."""
+    del state  # a rule needs no device; the checks around this call are what it is for
+    return score(rollouts, reward, deadline_s=deadline_s, workers=workers)
+
+
+@observation
+def average(state: RuntimeState[Any, Any, Any, Any], values: Mapping[str, Iterable[float]], /) -> Metrics:
+    """Mean of each column over the entries of all ranks, which may bring different numbers of them; NaN for an empty column."""
+    return averages.average(state, values)
+
+
+@observation
+def export(state: RuntimeState[Any, Any, Any, Any], path: Path, /) -> Path:
+    """Writes the Actor as an ordinary Hugging Face folder with its tokenizer, sharded weights gathered; rank 0 writes."""
+    return exporting.export(state, path)

@@ -1,0 +1,6 @@
+"""`python -m rft.steps` prints the table of steps and the diagram that the README shows."""
+
+from rft.steps import table
+
+EDGES = table.library_steps()
+print(f"{table.as_text(EDGES)}\n\n```mermaid\n{table.as_mermaid(EDGES)}\n```")
