@@ -1,0 +1,121 @@
+"""Batched sampling with a key-value cache, on top of a causal language model's forward pass."""
+
+import dataclasses as dc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Float32, Int64
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rft.engines.protocol import Completion, Request
+from rft.engines.sampling import draw, uniforms
+from rft.experience import Sampling
+
+KEEP_ABOVE = 0.75
+"""The batch is cut down once no more than this share of its rows still runs: copying the cache costs about one step."""
+
+
+@dc.dataclass
+class _Batch:
+    """The rows that are being computed: `rows` are their numbers among the requests."""
+
+    cache: Any
+    mask: Int64[Tensor, "row seq"]
+    lengths: Int64[Tensor, "row"]
+    rows: Int64[Tensor, "row"]
+    alive: Bool[Tensor, "row"]
+
+    def keep_alive(self) -> None:
+        """Drops the rows that have ended, where that pays."""
+        kept = self.alive.nonzero()[:, 0]
+        if not 0 < len(kept) <= KEEP_ABOVE * len(self.rows):
+            return
+        self.cache.batch_select_indices(kept)
+        self.mask, self.lengths, self.rows, self.alive = (x[kept] for x in (self.mask, self.lengths, self.rows, self.alive))
+
+
+@torch.inference_mode()
+def decode(model: Any, requests: Sequence[Request], sampling: Sampling, ends: Int64[Tensor, "end"]) -> list[Completion]:
+    """Samples one response per request, all of them together; each row's random numbers come from its own seed."""
+    device = ends.device
+    numbers = torch.stack([uniforms(r.seed, sampling.max_new_tokens) for r in requests]).to(device)
+    tokens = torch.zeros(len(requests), sampling.max_new_tokens, dtype=torch.int64, device=device)
+    logprobs = torch.zeros(tokens.shape, dtype=torch.float32, device=device)
+    counts = torch.full((len(requests),), sampling.max_new_tokens, device=device)
+    batch, logits = _prefill(model, requests, sampling.max_new_tokens, device)
+    for step in range(sampling.max_new_tokens):
+        drawn, scores = draw(logits, numbers[batch.rows, step], sampling)
+        tokens[batch.rows, step], logprobs[batch.rows, step] = drawn, scores
+        ended = torch.isin(drawn, ends) & batch.alive
+        counts[batch.rows[ended]] = step + 1
+        batch.alive &= ~ended
+        if step + 1 == sampling.max_new_tokens or not batch.alive.any():
+            break
+        batch.keep_alive()
+        logits = _step(model, batch, tokens[batch.rows, step], step)
+    return _completions(tokens, logprobs, counts, ends)
+
+
+@torch.inference_mode()
+def score(model: Any, sequences: Sequence[tuple[int, ...]], device: torch.device) -> list[list[float]]:
+    """log p(token t | before t) in fp32 at temperature 1, for every token but the first of each sequence."""
+    tokens = pad_sequence([torch.tensor(s) for s in sequences], batch_first=True).to(device)
+    mask = pad_sequence([torch.ones(len(s), dtype=torch.int64) for s in sequences], batch_first=True).to(device)
+    logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, :-1].float()
+    logprobs = logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0].cpu()
+    return [row[: len(s) - 1].tolist() for row, s in zip(logprobs, sequences, strict=True)]
+
+
+def _prefill(model: Any, requests: Sequence[Request], room: int, device: torch.device) -> tuple[_Batch, Float[Tensor, "row vocab"]]:
+    """Computes each distinct prompt once, left-padded, and then gives every request its own copy of the cache."""
+    from transformers import DynamicCache
+
+    prompts = list(dict.fromkeys(request.tokens for request in requests))
+    number = {prompt: index for index, prompt in enumerate(prompts)}
+    tokens = pad_sequence([torch.tensor(p) for p in prompts], batch_first=True, padding_side="left").to(device)
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    mask = torch.ones(len(prompts), tokens.shape[1] + room, dtype=torch.int64, device=device)
+    mask[:, : tokens.shape[1]] = torch.arange(tokens.shape[1], device=device) >= tokens.shape[1] - lengths[:, None]
+    prompt_mask = mask[:, : tokens.shape[1]]
+    positions = (prompt_mask.cumsum(1) - 1).clamp_min(0)
+    cache = DynamicCache(config=model.config)
+    output = model(
+        input_ids=tokens,
+        attention_mask=prompt_mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        # An index, since a slice is no contiguous tensor, and the head would then be copied once per row.
+        logits_to_keep=torch.tensor([tokens.shape[1] - 1], device=device),
+    )
+    source = torch.tensor([number[request.tokens] for request in requests], device=device)
+    if len(prompts) < len(requests):
+        cache.batch_select_indices(source)
+    rows = torch.arange(len(requests), device=device)
+    batch = _Batch(cache, mask[source], lengths[source], rows, torch.ones_like(rows, dtype=torch.bool))
+    return batch, output.logits[source, -1]
+
+
+def _step(model: Any, batch: _Batch, tokens: Int64[Tensor, "row"], step: int) -> Float[Tensor, "row vocab"]:
+    width = batch.cache.get_seq_length() + 1
+    output = model(
+        input_ids=tokens[:, None],
+        attention_mask=batch.mask[:, :width],
+        position_ids=(batch.lengths + step)[:, None],
+        past_key_values=batch.cache,
+        use_cache=True,
+    )
+    return output.logits[:, -1]
+
+
+def _completions(
+    tokens: Int64[Tensor, "row seq"], logprobs: Float32[Tensor, "row seq"], counts: Int64[Tensor, "row"], ends: Int64[Tensor, "end"]
+) -> list[Completion]:
+    last = tokens.gather(1, counts[:, None] - 1)[:, 0]
+    columns = (tokens.tolist(), logprobs.tolist(), counts.tolist(), torch.isin(last, ends).tolist())
+    return [
+        Completion(tokens=tuple(ids[:n]), logprobs=tuple(scores[:n]), finish="stop" if stopped else "length")
+        for ids, scores, n, stopped in zip(*columns, strict=True)
+    ]

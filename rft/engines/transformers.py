@@ -1,0 +1,184 @@
+"""The embedded default: plain transformers, with its own copy of the weights, so that staleness means what it means elsewhere."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rft.engines.decoding import decode, score
+from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
+from rft.engines.requests import check_requests, check_sequences, end_tokens
+from rft.errors import BadInput, EngineFailed, MissingEngine, SyncFailed
+from rft.experience import Sampling
+from rft.models import ModelFolder
+from rft.ops.checksum import checksum
+from rft.parallel.world import World
+from rft.spec import TransformersEngine
+
+Names = tuple[str, ...]
+
+
+def build(spec: TransformersEngine, model: ModelFolder, world: World) -> "Transformers":
+    """The engine on this rank's device, awake, with the folder's weights. Raises `BadInput` for TP above 1."""
+    if world.tp_size > 1:
+        raise BadInput(
+            f"the transformers engine holds the whole model on every rank, so tensor_parallel={world.tp_size} cannot work: "
+            "set tensor_parallel=1, or use VLLMEngine"
+        )
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise MissingEngine("the transformers engine needs transformers: pip install 'transformers>=5.17'") from error
+    module: Any = AutoModelForCausalLM.from_pretrained(model.path, dtype=getattr(torch, spec.dtype))
+    return Transformers(module.to(world.device), end_tokens(model), max_model_len=spec.max_model_len, max_rows=spec.max_rows)
+
+
+class Transformers:
+    """One model on one device. The cache lives within `generate` alone, so that waking and sleeping map nothing for it."""
+
+    name = "transformers"
+    keeps: Literal["device", "host"] | None = "device"
+
+    def __init__(self, module: Any, ends: Sequence[int], *, max_model_len: int, max_rows: int) -> None:
+        self._module = module.eval().requires_grad_(False)
+        self._device: torch.device = module.device
+        self._ends = torch.tensor(ends, dtype=torch.int64, device=self._device)
+        self._max_model_len, self._max_rows = max_model_len, max_rows
+        self._slots = _slots(module)
+        self._shapes = {names: tensor.shape for names, tensor in self._slots.items()}
+        self._bytes = sum(tensor.nbytes for tensor in self._slots.values())
+        self._by_name = {name: tensor for names, tensor in self._slots.items() for name in names}
+        self._names: Names = tuple(names[0] for names in self._slots)
+        self._vocab = int(module.get_input_embeddings().weight.shape[0])
+        self._weights: Literal["loaded", "undefined", "released"] = "loaded"
+        self._cache_mapped = True
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Samples `max_rows` requests at a time. Raises `BadInput` for one that cannot be served, `EngineFailed` when asleep."""
+        self._need("generate", cache=True)
+        check_requests(requests, sampling, max_model_len=self._max_model_len, vocab=self._vocab)
+        parts = (requests[i : i + self._max_rows] for i in range(0, len(requests), self._max_rows))
+        return [completion for part in parts for completion in decode(self._module, part, sampling, self._ends)]
+
+    def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:
+        """log p of every token but the first, at temperature 1. Raises as `generate` does."""
+        self._need("score", cache=False)
+        check_sequences(sequences, max_model_len=self._max_model_len, vocab=self._vocab)
+        parts = (sequences[i : i + self._max_rows] for i in range(0, len(sequences), self._max_rows))
+        return [row for part in parts for row in score(self._module, part, self._device)]
+
+    def sleep(self, weights: Keeping) -> None:
+        """`release` frees the weights' memory, so that using them fails; `keep` leaves them on the device."""
+        self._cache_mapped = False
+        if weights == "release" and self._weights != "released":
+            self._weights = "released"
+            self._release()
+
+    def wake_weights(self) -> None:
+        """Takes memory for the weights again; after a release it holds nothing of meaning until `load`."""
+        if self._weights == "released":
+            for names, tensor in self._slots.items():
+                tensor.data = tensor.new_empty(self._shapes[names])
+            self._weights = "undefined"
+
+    @torch.inference_mode()
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> Mapping[str, int]:
+        """Copies every tensor into its place. Raises `SyncFailed` that names what is missing, unknown or of a wrong shape."""
+        try:
+            self._need_weights("load")
+            self._weights = "undefined"
+            received, problems = self._install(tensors)
+        finally:
+            for _ in tensors:
+                pass  # other ranks take part in the rest of it
+        got = received.keys()
+        problems += [f"{names[0]} did not come" for names in self._slots if got.isdisjoint(names)]
+        if problems:
+            raise SyncFailed(f"the transformers engine did not get the weights of its model: {_some(problems)}")
+        self._weights = "loaded"
+        self._names = tuple(got)
+        return _on_host(received)
+
+    @torch.inference_mode()
+    def checksums(self) -> Mapping[str, int]:
+        """Read from the weights where they lie, by the names that `load` took (before it: by the checkpoint's)."""
+        self._need_weights("checksums")
+        return _on_host({name: checksum(self._by_name[name]) for name in self._names})
+
+    def wake_cache(self) -> None:
+        """Lets it generate again; there is nothing to map."""
+        self._cache_mapped = True
+
+    def flush(self) -> None:
+        """Nothing outlives `generate` that was computed with older weights: there is nothing to drop."""
+
+    def memory(self) -> EngineMemory:
+        """The weights' bytes; no cache is mapped between two calls."""
+        return EngineMemory(weights=self._bytes, cache=0, mapped=0 if self._weights == "released" else self._bytes)
+
+    def close(self) -> None:
+        """Frees the weights. The engine cannot be woken afterwards."""
+        self.sleep("release")
+        self._slots.clear()
+        self._module = None
+
+    # ---- conditions ----
+
+    def _need(self, verb: str, *, cache: bool) -> None:
+        self._need_weights(verb)
+        if self._weights == "undefined":
+            raise EngineFailed(
+                f"{verb}: the transformers engine's weights are undefined since it was woken or half loaded; load first"
+            )
+        if cache and not self._cache_mapped:
+            raise EngineFailed(f"{verb}: the transformers engine is asleep; call wake_cache first")
+
+    def _need_weights(self, verb: str) -> None:
+        if self._weights == "released":
+            raise EngineFailed(f"{verb}: the transformers engine has released its weights; call wake_weights first")
+
+    # ---- weights ----
+
+    def _install(self, tensors: Iterator[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], list[str]]:
+        """Checksums of what came, on the device, and what was wrong with it."""
+        received, problems = dict[str, Tensor](), list[str]()
+        for name, tensor in tensors:
+            slot = self._by_name.get(name)
+            if slot is None:
+                problems.append(f"{name} is not known")
+            elif slot.shape != tensor.shape:
+                problems.append(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(slot.shape)}")
+            else:
+                cast = tensor.to(slot.dtype)
+                _ = slot.copy_(cast)
+                received[name] = checksum(cast)
+        return received, problems
+
+    def _release(self) -> None:
+        # Without shape, not without storage alone: whoever uses them gets an error, and no segmentation fault.
+        for tensor in self._slots.values():
+            tensor.data = tensor.new_empty(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _slots(module: Any) -> dict[Names, Tensor]:
+    """Every tensor that a checkpoint has, under all of its names: tied ones have several.
+
+    Buffers that no checkpoint has (rotary frequencies) are none of them: nobody sends those, so they must never be released.
+    """
+    names, tensors = dict[int, list[str]](), dict[int, Tensor]()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    return {tuple(names[key]): tensors[key] for key in names}
+
+
+def _on_host(sums: Mapping[str, Tensor]) -> dict[str, int]:
+    values = torch.stack(list(sums.values())).tolist() if sums else []
+    return dict(zip(sums, values, strict=True))
+
+
+def _some(problems: Sequence[str], shown: int = 8) -> str:
+    return "; ".join(problems[:shown]) + (f"; and {len(problems) - shown} more" if len(problems) > shown else "")
