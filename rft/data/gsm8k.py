@@ -62,7 +62,5 @@ def _hub_rows(name: str, split: str) -> Iterable[tuple[Any, str]]:
     try:
         rows = hub.load_dataset(name, "main", split=split)
     except (OSError, ValueError, hub.exceptions.DatasetsError) as error:
-        raise BadInput(
-            f"{name!r} is neither a JSON-lines file nor a data set that the hub gives (split {split!r}): {error}"
-        ) from error
+        raise BadInput(f"{name!r} is neither a JSON-lines file nor a data set that the hub gives (split {split!r}): {error}") from error
     return ((row, f"{name}, row {number}") for number, row in enumerate(rows))

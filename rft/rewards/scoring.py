@@ -78,9 +78,7 @@ class Rewards:
 
 def samples_of(rollouts: Rollouts) -> tuple[Sample, ...]:
     """What reward functions see of each row of `rollouts`."""
-    columns = zip(
-        rollouts.questions, rollouts.responses, rollouts.answers, rollouts.finish, rollouts.sampled.sum(1).tolist(), strict=True
-    )
+    columns = zip(rollouts.questions, rollouts.responses, rollouts.answers, rollouts.finish, rollouts.sampled.sum(1).tolist(), strict=True)
     return tuple(Sample(question=q, response=r, answer=a, finish=f, tokens=n) for q, r, a, f, n in columns)
 
 
@@ -93,9 +91,7 @@ def score(rollouts: Rollouts, reward: RewardFunction, *, deadline_s: float = 10.
     if deadline_s <= 0 or workers < 1:
         raise BadInput(f"deadline_s must be above 0 and workers at least 1, got {deadline_s} and {workers}")
     outcomes = _outcomes(samples_of(rollouts), reward, deadline_s, workers)
-    failures = tuple(
-        RewardFailure(row=row, kind=o.kind, message=o.message) for row, o in enumerate(outcomes) if isinstance(o, _Failure)
-    )
+    failures = tuple(RewardFailure(row=row, kind=o.kind, message=o.message) for row, o in enumerate(outcomes) if isinstance(o, _Failure))
     if failures:
         log.warning("%d of %d rewards failed; row %d %s", len(failures), len(outcomes), failures[0].row, failures[0].message)
     return Rewards(
@@ -132,7 +128,7 @@ class _Call(threading.Thread):
             self.outcome = _number(self.reward(self.sample))
         except _Abandoned:
             pass
-        except Exception as error:  # noqa: BLE001 (whatever a reward raises is that sample's failure, and is told)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever a reward raises is its sample's failure, and is told)
             self.outcome = _Failure("raised", f"raised {type(error).__name__}: {error}")
 
     def wait(self, deadline_s: float) -> float | _Failure:

@@ -1,0 +1,191 @@
+"""What a person at the screen sees of a run: a live view on a terminal, plain log lines elsewhere."""
+
+import dataclasses as dc
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
+
+from rich.bar import Bar
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+log = logging.getLogger("rft")
+
+FIRST = ("reward", "accuracy", "length", "kl", "loss", "grad_norm", "tokens_per_second")
+"""What is shown first, in this order, where a run logs it."""
+SPARKS = "▁▂▃▄▅▆▇█"
+HISTORY = 32
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Shown:
+    """One closed step: its numbers, and the seconds of each phase."""
+
+    step: int
+    metrics: Mapping[str, float]
+    phases: Mapping[str, float]
+
+
+class Display(Protocol):
+    """Something that shows a run while it goes on."""
+
+    def enter(self, phase: str) -> None:
+        """A phase begins."""
+        ...
+
+    def leave(self) -> None:
+        """The phase is over."""
+        ...
+
+    def show(self, shown: Shown) -> None:
+        """A step is closed."""
+        ...
+
+    def close(self) -> None:
+        """The run is over. Idempotent."""
+        ...
+
+
+def open_display(title: str, steps: int) -> Display:
+    """A live view where stderr is a terminal, else plain log lines."""
+    console = Console(stderr=True)
+    return LiveView(title, steps, console) if console.is_terminal else PlainLines(steps)
+
+
+class Eta:
+    """How long the rest takes, if it goes on as it went."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._began = steps, time.monotonic()
+
+    def left_s(self, done: int) -> float:
+        """Seconds for the steps that are left, after `done` of them; 0 when all are."""
+        return (time.monotonic() - self._began) / max(done, 1) * max(self._steps - done, 0)
+
+
+class PlainLines:
+    """One log line per step."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._eta = steps, Eta(steps)
+
+    def enter(self, phase: str) -> None:
+        """Nothing is shown before the step is closed."""
+
+    def leave(self) -> None:
+        """Nothing is shown before the step is closed."""
+
+    def show(self, shown: Shown) -> None:
+        """Logs the step's line."""
+        numbers = "  ".join(f"{label(name)} {number(value)}" for name, value in headline(shown.metrics).items())
+        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in shown.phases.items())
+        left = clock(self._eta.left_s(shown.step + 1))
+        log.info("step %d/%d  %s  (%s)  %s left", shown.step + 1, self._steps, numbers, phases, left)
+
+    def close(self) -> None:
+        """Lines need no end."""
+
+
+class LiveView:
+    """A panel that follows the run."""
+
+    def __init__(self, title: str, steps: int, console: Console) -> None:
+        self._title, self._steps, self._eta = title, steps, Eta(steps)
+        self._began = time.monotonic()
+        self._phase, self._phase_began = "starting", self._began
+        self._shown = Shown(step=-1, metrics={}, phases={})
+        self._history: dict[str, deque[float]] = {}
+        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
+        self._live.start()
+
+    def enter(self, phase: str) -> None:
+        """Names the phase in the panel."""
+        self._phase, self._phase_began = phase, time.monotonic()
+
+    def leave(self) -> None:
+        """Between two phases."""
+        self._phase, self._phase_began = "between phases", time.monotonic()
+
+    def show(self, shown: Shown) -> None:
+        """Takes over the step's numbers."""
+        for name, value in headline(shown.metrics).items():
+            self._history.setdefault(name, deque(maxlen=HISTORY)).append(value)
+        self._shown = shown
+
+    def close(self) -> None:
+        """Leaves the last panel on the screen."""
+        self._phase = "done" if self._shown.step + 1 >= self._steps else "stopped"
+        self._live.stop()
+
+    def _render(self) -> RenderableType:
+        body = Group(self._progress(), Text(), self._numbers(), Text(), self._times())
+        return Panel(body, title=f"[bold]{self._title}[/]", border_style="cyan", padding=(1, 2), width=96)
+
+    def _progress(self) -> RenderableType:
+        now, done = time.monotonic(), self._shown.step + 1
+        row = Table.grid(padding=(0, 2), expand=True)
+        left = clock(self._eta.left_s(done)) if done else "–"
+        row.add_row(
+            Text(f"step {done}/{self._steps}", style="bold"),
+            ProgressBar(total=max(self._steps, 1), completed=done, width=28),
+            Text(f"{self._phase} {now - self._phase_began:.0f} s", style="yellow"),
+            Text(f"{clock(now - self._began)} gone, {left} left", style="dim", justify="right"),
+        )
+        return row
+
+    def _numbers(self) -> RenderableType:
+        table = Table.grid(padding=(0, 3))
+        for name, value in headline(self._shown.metrics).items():
+            table.add_row(
+                Text(label(name), style="dim"),
+                Text(number(value), style="bold", justify="right"),
+                Text(spark(self._history[name]), style="cyan"),
+            )
+        return table
+
+    def _times(self) -> RenderableType:
+        table, phases = Table.grid(padding=(0, 3)), self._shown.phases
+        longest = max(phases.values(), default=0.0)
+        for name, seconds in phases.items():
+            share = Bar(size=max(longest, 1e-9), begin=0, end=seconds, width=32, color="magenta")
+            table.add_row(Text(name, style="dim"), Text(f"{seconds:.2f} s", justify="right"), share)
+        return table
+
+
+# ---- how numbers are written ----
+
+
+def headline(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of `FIRST` that are there, in that order, and every accuracy."""
+    first = {name: metrics[name] for name in FIRST if name in metrics}
+    return first | {name: value for name, value in metrics.items() if name.endswith("accuracy") and name not in first}
+
+
+def label(name: str) -> str:
+    """`tokens_per_second` as a person reads it."""
+    return {"tokens_per_second": "tokens/s", "kl": "KL", "grad_norm": "gradient norm"}.get(name, name.replace("_", " "))
+
+
+def number(value: float) -> str:
+    """Four significant digits at most, and no trailing zeros."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds, with hours where there are some."""
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
+def spark(values: "deque[float]") -> str:
+    """The course of a number as small bars; equal values lie in the middle, and what is not finite is left out."""
+    finite = [v for v in values if abs(v) < float("inf")]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    span = high - low
+    return "".join(SPARKS[round((v - low) / span * 7) if span else 3] for v in finite)

