@@ -1,0 +1,84 @@
+"""Hugging Face causal LMs as a trainer takes and gives them: loaded whole, named as their checkpoints are, written as folders."""
+
+import copy
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rft.errors import BadInput
+from rft.models import ModelFolder
+
+
+def load(folder: ModelFolder, *, checkpointing: bool) -> Any:
+    """The model in fp32 on the host, without dropout (it would move the ratio of the first step away from 1).
+
+    Raises `BadInput` where weights are missing or of another shape (they would be random), and for models whose checkpoints name
+    their tensors in another way than the model does.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _without_dropout(copy.deepcopy(folder.config))
+    load_model: Any = AutoModelForCausalLM.from_pretrained
+    try:
+        model, report = load_model(folder.path, config=config, dtype=torch.float32, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise BadInput(f"the weights in {folder.path} cannot be loaded: {error}") from error
+    if report["missing_keys"] or report["mismatched_keys"]:
+        lost = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+        raise BadInput(f"{folder.path} lacks weights, or has them in another shape: {', '.join(lost[:5])} ({len(lost)} in all)")
+    if getattr(model, "_weight_conversions", None):
+        raise BadInput(f"{type(model).__name__} is stored under other names than it has in memory; this trainer cannot stream it yet")
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def blocks(model: Any) -> list[nn.Module]:
+    """The transformer blocks, in order: what the model itself says is not to be split. Raises `BadInput` where it does not say."""
+    kinds: set[str] = set(model._no_split_modules or ())
+    found = [module for module in model.modules() if type(module).__name__ in kinds]
+    if not found:
+        raise BadInput(f"{type(model).__name__} does not say what its blocks are (_no_split_modules is {kinds or 'empty'})")
+    return found
+
+
+def checkpoint_names(model: Any) -> list[str]:
+    """The names that `save_pretrained` writes, parameters before buffers: tied tensors once, no buffers that are not persistent."""
+    kept: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    aliases: set[str] = set(model.all_tied_weights_keys)
+    first: dict[int, str] = {}
+    for name, tensor in sorted(kept.items(), key=lambda item: item[0] in aliases):
+        _ = first.setdefault(id(tensor), name)
+    names = set(first.values())
+    return sorted((name for name in kept if name in names), key=lambda name: not isinstance(kept[name], nn.Parameter))
+
+
+def write(path: Path, weights: Mapping[str, Tensor], model: Any, folder: ModelFolder) -> None:
+    """Writes a folder that `from_pretrained` loads, aside and then renamed. What lay there before goes."""
+    from huggingface_hub import save_torch_state_dict
+
+    aside, before = (path.with_name(f".{path.name}.{word}") for word in ("writing", "before"))
+    for rest in (aside, before):
+        shutil.rmtree(rest, ignore_errors=True)
+    aside.mkdir(parents=True)
+    save_torch_state_dict(dict(weights), aside)
+    folder.config.save_pretrained(aside)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(aside)
+    folder.tokenizer.save_pretrained(aside)
+    if path.exists():
+        os.rename(path, before)
+    os.rename(aside, path)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def _without_dropout(config: Any) -> Any:
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config

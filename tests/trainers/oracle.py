@@ -1,0 +1,62 @@
+"""A plain single-process trainer, written row by row and token by token on nothing but transformers and torch: what must come out."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rft.experience import Experience
+
+
+def plain_model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def plain_logprobs(model: Any, batch: Experience, row: int) -> list[Tensor]:
+    """log p of every token of a row but the first, each a scalar with gradient."""
+    tokens = batch.tokens[row, : int(batch.mask[row].sum())]
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+    table = torch.log_softmax(logits / (batch.temperature or 1.0), dim=-1)
+    return [table[t - 1, tokens[t]] for t in range(1, len(tokens))]
+
+
+def all_logprobs(model: Any, batch: Experience) -> Tensor:
+    """The same for all rows, as a table with zeros elsewhere."""
+    result = torch.zeros(batch.tokens.shape)
+    with torch.no_grad():
+        for row in range(len(batch)):
+            for t, value in enumerate(plain_logprobs(model, batch, row), start=1):
+                result[row, t] = value
+    return result
+
+
+def plain_loss(model: Any, batch: Experience, old: Tensor | None, clip: float = 0.2) -> Tensor:
+    """The clipped surrogate, averaged over all sampled tokens of the batch."""
+    losses: list[Tensor] = []
+    for row in range(len(batch)):
+        for t, new in enumerate(plain_logprobs(model, batch, row), start=1):
+            if batch.sampled[row, t]:
+                before = new.detach() if old is None else old[row, t]
+                ratio, gain = torch.exp(new - before), float(batch.advantages[row, t])
+                bound = min(max(float(ratio), 1 - clip), 1 + clip)
+                losses.append(-(ratio * gain) if float(ratio) * gain <= bound * gain else torch.tensor(-bound * gain))
+    return torch.stack(losses).sum() / len(losses)
+
+
+def gradient(model: Any) -> dict[str, Tensor]:
+    """Of every parameter, by name; tied ones once."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def norm(tensors: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors.values()))
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """‖one − other‖ / ‖other‖ over all tensors together."""
+    assert one.keys() == other.keys()
+    return norm({name: one[name].double() - other[name].double() for name in one}) / norm(other)
