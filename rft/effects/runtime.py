@@ -42,7 +42,7 @@ class Runtime(Devices):
         return self._engine is not None
 
     def enter(self, step: str, generation: int) -> None:
-        self.trace.begin()
+        self.trace.begin(step)
         self.lockstep.meet(step, generation)
 
     def leave(self, step: str) -> None:

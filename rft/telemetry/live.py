@@ -25,9 +25,9 @@ HISTORY = 32
 
 @dc.dataclass(frozen=True, kw_only=True)
 class Shown:
-    """One closed step: its numbers, and the seconds of each phase."""
+    """A step just closed, the `done`-th: its numbers, and the seconds of each phase."""
 
-    step: int
+    done: int
     metrics: Mapping[str, float]
     phases: Mapping[str, float]
 
@@ -45,6 +45,10 @@ class Display(Protocol):
 
     def show(self, shown: Shown) -> None:
         """A step is closed."""
+        ...
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Numbers beside the steps."""
         ...
 
     def close(self) -> None:
@@ -83,10 +87,13 @@ class PlainLines:
 
     def show(self, shown: Shown) -> None:
         """Logs the step's line."""
-        numbers = "  ".join(f"{label(name)} {number(value)}" for name, value in headline(shown.metrics).items())
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in shown.phases.items())
-        left = clock(self._eta.left_s(shown.step + 1))
-        log.info("step %d/%d  %s  (%s)  %s left", shown.step + 1, self._steps, numbers, phases, left)
+        left = clock(self._eta.left_s(shown.done))
+        log.info("step %d/%d  %s  (%s)  %s left", shown.done, self._steps, numbers(shown.metrics), phases, left)
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Logs the numbers."""
+        log.info("%s", numbers(metrics))
 
     def close(self) -> None:
         """Lines need no end."""
@@ -99,7 +106,7 @@ class LiveView:
         self._title, self._steps, self._eta = title, steps, Eta(steps)
         self._began = time.monotonic()
         self._phase, self._phase_began = "starting", self._began
-        self._shown = Shown(step=-1, metrics={}, phases={})
+        self._shown, self._noted = Shown(done=0, metrics={}, phases={}), dict[str, float]()
         self._history: dict[str, deque[float]] = {}
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
         self._live.start()
@@ -114,21 +121,29 @@ class LiveView:
 
     def show(self, shown: Shown) -> None:
         """Takes over the step's numbers."""
-        for name, value in headline(shown.metrics).items():
-            self._history.setdefault(name, deque(maxlen=HISTORY)).append(value)
+        self._remember(shown.metrics)
         self._shown = shown
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Keeps the numbers on the screen."""
+        self._remember(metrics)
+        self._noted |= metrics
 
     def close(self) -> None:
         """Leaves the last panel on the screen."""
-        self._phase = "done" if self._shown.step + 1 >= self._steps else "stopped"
+        self._phase = "done" if self._shown.done >= self._steps else "stopped"
         self._live.stop()
+
+    def _remember(self, metrics: Mapping[str, float]) -> None:
+        for name, value in headline(metrics).items():
+            self._history.setdefault(name, deque(maxlen=HISTORY)).append(value)
 
     def _render(self) -> RenderableType:
         body = Group(self._progress(), Text(), self._numbers(), Text(), self._times())
         return Panel(body, title=f"[bold]{self._title}[/]", border_style="cyan", padding=(1, 2), width=96)
 
     def _progress(self) -> RenderableType:
-        now, done = time.monotonic(), self._shown.step + 1
+        now, done = time.monotonic(), self._shown.done
         row = Table.grid(padding=(0, 2), expand=True)
         left = clock(self._eta.left_s(done)) if done else "–"
         row.add_row(
@@ -141,7 +156,7 @@ class LiveView:
 
     def _numbers(self) -> RenderableType:
         table = Table.grid(padding=(0, 3))
-        for name, value in headline(self._shown.metrics).items():
+        for name, value in headline({**self._shown.metrics, **self._noted}).items():
             table.add_row(
                 Text(label(name), style="dim"),
                 Text(number(value), style="bold", justify="right"),
@@ -159,6 +174,11 @@ class LiveView:
 
 
 # ---- how numbers are written ----
+
+
+def numbers(metrics: Mapping[str, float]) -> str:
+    """The headline of some metrics as one line."""
+    return "  ".join(f"{label(name)} {number(value)}" for name, value in headline(metrics).items())
 
 
 def headline(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -25,15 +25,19 @@ class Telemetry(Protocol):
     """What a loop tells of itself. All ranks call it alike; only one of them writes."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Times what stands inside as `name`, a part of the step that the next `log` closes."""
+        """Times what stands inside as `name`, a part of the step that the next `log` closes. Phases do not nest."""
         ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Closes step `step` with its numbers.
+        """Closes step `step` (from 0) with its numbers.
 
         `seconds` and `seconds/<phase>` are added, and where there is `tokens` (sampled in this step by all ranks)
         `tokens_per_second`, over the whole step.
         """
+        ...
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Numbers beside the steps, measured when `step` of them were done; the time it took counts to no step."""
         ...
 
     def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
@@ -50,6 +54,9 @@ class Elsewhere:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """The writing rank logs the same."""
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The writing rank notes the same."""
 
     def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
         """The writing rank keeps its own."""
@@ -71,7 +78,7 @@ class RunFolder:
         self._began = time.monotonic()
         self._step_began = self._began
         self._phases: list[Phase] = []
-        self._step = 0
+        self._step, self._phase_began = 0, 0.0
         self._lines = {name: Lines(folder / name) for name in (METRICS, PHASES, SAMPLES)}
         self._board: Any = SummaryWriter(str(folder / "tensorboard"))
         self._display = open_display(title, steps) if display is None else display
@@ -85,15 +92,23 @@ class RunFolder:
     @contextlib.contextmanager
     def phase(self, name: str) -> Generator[None]:
         """As `Telemetry.phase`."""
-        start = self._now()
-        self._display.enter(name)
+        self.begin(name)
         try:
             yield
         finally:
-            phase = Phase(name=name, start_s=start, end_s=self._now(), step=self._step)
-            self._phases.append(phase)
-            self._lines[PHASES].write(dc.asdict(phase))
-            self._display.leave()
+            self.end(name)
+
+    def begin(self, name: str) -> None:
+        """A phase begins: the steps of a runtime come this way, when its trace is followed."""
+        self._phase_began = self._now()
+        self._display.enter(name)
+
+    def end(self, name: str) -> None:
+        """The phase that has begun last ends."""
+        phase = Phase(name=name, start_s=self._phase_began, end_s=self._now(), step=self._step)
+        self._phases.append(phase)
+        self._lines[PHASES].write(dc.asdict(phase))
+        self._display.leave()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """As `Telemetry.log`."""
@@ -103,12 +118,15 @@ class RunFolder:
         numbers = {**metrics, "seconds": seconds, **{f"seconds/{name}": total for name, total in totals.items()}}
         if "tokens" in metrics:
             numbers["tokens_per_second"] = metrics["tokens"] / seconds
-        self._lines[METRICS].write({"step": step, "time_s": now - self._began, **numbers})
-        for name, value in numbers.items():
-            self._board.add_scalar(name, value, step)
-        self._board.flush()
-        self._display.show(Shown(step=step, metrics=numbers, phases=totals))
+        self._write(step, numbers)
+        self._display.show(Shown(done=step + 1, metrics=numbers, phases=totals))
         self._phases, self._step, self._step_began = [], step + 1, now
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+        """As `Telemetry.note`."""
+        self._write(step, metrics)
+        self._display.note(metrics)
+        self._phases, self._step_began = [], time.monotonic()
 
     def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
         """As `Telemetry.samples`."""
@@ -122,6 +140,12 @@ class RunFolder:
         for lines in self._lines.values():
             lines.close()
         _ = write_report(self.folder)
+
+    def _write(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._lines[METRICS].write({"step": step, "time_s": self._now(), **numbers})
+        for name, value in numbers.items():
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
 
     def _now(self) -> float:
         return time.monotonic() - self._began

@@ -2,6 +2,7 @@
 
 import dataclasses as dc
 import time
+from typing import Protocol
 
 
 @dc.dataclass(frozen=True)
@@ -13,19 +14,36 @@ class Span:
     end_s: float
 
 
+class Follower(Protocol):
+    """Something that wants to know of every step while it is taken, such as a live view."""
+
+    def begin(self, name: str) -> None:
+        """A step begins now."""
+        ...
+
+    def end(self, name: str) -> None:
+        """The step that has begun last ends now."""
+        ...
+
+
 class Trace:
     """Spans in the order in which they ended; `take` empties it."""
 
     def __init__(self) -> None:
         self._origin, self._begun, self._spans = time.perf_counter(), 0.0, list[Span]()
+        self.followers: list[Follower] = []
 
-    def begin(self) -> None:
-        """A step begins now."""
+    def begin(self, name: str) -> None:
+        """The step `name` begins now."""
         self._begun = time.perf_counter()
+        for follower in self.followers:
+            follower.begin(name)
 
     def end(self, name: str) -> None:
         """The step that has begun last ends now."""
         self._spans.append(Span(name, self._begun - self._origin, time.perf_counter() - self._origin))
+        for follower in self.followers:
+            follower.end(name)
 
     def take(self) -> list[Span]:
         """All spans since the last call."""

@@ -1,0 +1,29 @@
+"""Records a runtime while it is used: its steps as phases, and whatever a loop logs."""
+
+import contextlib
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from rft.effects.runtime import runtime_of
+from rft.state import RuntimeState
+from rft.telemetry.run_folder import Elsewhere, RunFolder, Telemetry
+
+
+@contextlib.contextmanager
+def record(state: RuntimeState[Any, Any, Any, Any], folder: Path, /, *, title: str, config: Any, steps: int) -> Generator[Telemetry]:
+    """Opens the folder of a run on rank 0, and nothing on the other ranks; all call it alike: `with record(state, …) as run:`.
+
+    Every step taken inside is a phase of the run. `config` is a dataclass, shown in the report; `steps` is how many times `log` will be
+    called. At the end, however it comes, the report is written. Raises `BadInput` where the folder holds another run.
+    """
+    runtime = runtime_of(state)
+    if runtime.world.rank:
+        yield Elsewhere()
+        return
+    with RunFolder(folder, title=title, config=config, steps=steps) as run:
+        runtime.trace.followers.append(run)
+        try:
+            yield run
+        finally:
+            runtime.trace.followers.remove(run)
