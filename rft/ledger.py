@@ -24,7 +24,7 @@ import types
 import typing
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from rft.errors import ConsumedState, EngineFailed, EnginePoisoned, IllegalStep, RuntimeClosed, RuntimePoisoned
 from rft.state import AXES, Devices, RuntimeState
@@ -35,6 +35,8 @@ Joint = tuple[type, type, type, type]
 """The four axes of a state, as types."""
 AnyState = RuntimeState[Any, Any, Any, Any]
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+S = TypeVar("S", bound=AnyState)
 
 
 class Ledger:
@@ -198,14 +200,14 @@ def observation(step: F) -> F:
     return typing.cast(F, run)
 
 
-def beginning(step: F) -> F:
+def beginning(step: Callable[P, Generator[S]]) -> Callable[P, contextlib.AbstractContextManager[S]]:
     """Makes the context manager that yields the first state of a generator function, and empties the ledger when it is left."""
     inner = contextlib.contextmanager(step)
     _ = _collect(step, "beginning")
 
     @contextlib.contextmanager
     @functools.wraps(step)
-    def run(*args: Any, **kwargs: Any) -> Generator[AnyState]:
+    def run(*args: P.args, **kwargs: P.kwargs) -> Generator[S]:
         with inner(*args, **kwargs) as state:
             ledger = state.devices.ledger
             ledger.advance(state)
@@ -214,7 +216,7 @@ def beginning(step: F) -> F:
             finally:
                 ledger.close()
 
-    return typing.cast(F, run)
+    return run
 
 
 def _consuming(step: F, kind: Kind) -> F:

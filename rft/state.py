@@ -135,6 +135,7 @@ AXES: tuple[tuple[str, tuple[type, type]], ...] = (
 class Placement:
     """Where a role lies, and how many bytes it takes on one rank."""
 
+    role: Role
     where: Literal["device", "host"]
     bytes: int
 
@@ -143,23 +144,19 @@ class Placement:
 class Roles:
     """Placement of everything beside the Actor's weights and the engine; checked at run time."""
 
-    placements: Mapping[Role, Placement] = dc.field(default_factory=lambda: MappingProxyType({}))
-
-    @classmethod
-    def at_launch(cls, sizes: Mapping[Role, int]) -> "Roles":
-        """Every role on the device, with the bytes that it takes there."""
-        return cls(MappingProxyType({role: Placement("device", size) for role, size in sizes.items()}))
+    placements: tuple[Placement, ...] = ()
 
     def of(self, role: Role) -> Placement:
         """Where `role` lies. Raises `RoleError` if there is none of that name."""
-        if role not in self.placements:
-            raise RoleError(f"there is no role {role!r} in this runtime; it has {', '.join(self.placements) or 'none'}")
-        return self.placements[role]
+        for placement in self.placements:
+            if placement.role == role:
+                return placement
+        raise RoleError(f"there is no role {role!r} in this runtime; it has {', '.join(p.role for p in self.placements) or 'none'}")
 
     def moved(self, role: Role, where: Literal["device", "host"]) -> "Roles":
-        """The same roles with one of them elsewhere."""
-        changed = {role: dc.replace(self.of(role), where=where)}
-        return Roles(MappingProxyType({**self.placements, **changed}))
+        """The same roles with one of them elsewhere. Raises `RoleError` like `of`."""
+        moved = dc.replace(self.of(role), where=where)
+        return Roles(tuple(moved if placement.role == role else placement for placement in self.placements))
 
 
 class Devices:

@@ -20,7 +20,7 @@ def on_device(state: RuntimeState[Any, Any, Any, Any]) -> dict[str, int]:
     """Bytes on this rank's device by what they are for: the Actor, the roles that are there, the engine's weights and cache."""
     runtime = runtime_of(state)
     there = {"actor": runtime.trainer.bytes("model")} if type(state.actor) is OnDevice else {}
-    there |= {role: placement.bytes for role, placement in state.roles.placements.items() if placement.where == "device"}
+    there |= {placement.role: placement.bytes for placement in state.roles.placements if placement.where == "device"}
     if runtime.has_engine:
         memory = runtime.engine.memory()
         awake = type(state.engine) is Awake

@@ -23,8 +23,8 @@ def wake(state: RuntimeState[Any, Fresh, Any, Any]) -> Awake:
         runtime.engine.wake_weights()
         runtime.engine.wake_cache()
         runtime.watch.ask_engine(runtime.engine, state.weights.version)
-    if type(state.actor) is OnDevice:
-        runtime.watch.ask_actor(runtime.trainer, state.version, "wake")
+        if type(state.actor) is OnDevice:
+            runtime.watch.ask_actor(runtime.trainer, state.version, "wake")
     return Awake()
 
 
@@ -46,8 +46,7 @@ def recover(state: RuntimeState[Any, Any, Any, Any]) -> Asleep:
 
 def offload_actor(state: RuntimeState[Any, Any, Any, Any]) -> Offloaded:
     """Device to host; what it frees goes back to the driver."""
-    runtime = runtime_of(state)
-    _move(runtime, "model", "host")
+    _move(runtime_of(state), "model", "host")
     return Offloaded()
 
 
@@ -55,8 +54,9 @@ def reload_actor(state: RuntimeState[Any, Any, Any, Any]) -> OnDevice:
     """Host to device, if it fits; then the watch looks, where the engine woke while the Actor was away."""
     runtime = runtime_of(state)
     require_room("reload_actor(state)", state, {"actor": runtime.trainer.bytes("model")})
-    _move(runtime, "model", "device")
-    runtime.watch.ask_actor(runtime.trainer, state.version, "reload_actor")
+    with runtime.ledger.irreversible("runtime"):
+        runtime.trainer.reload("model")
+        runtime.watch.ask_actor(runtime.trainer, state.version, "reload_actor")
     return OnDevice()
 
 

@@ -31,8 +31,8 @@ def broadcast(state: RuntimeState[Any, Any, Any, Any]) -> Fresh:
         runtime.engine.flush()
         if awake:
             runtime.watch.ask_engine(runtime.engine, state.version)
-    if awake and type(state.actor) is OnDevice:
-        runtime.watch.ask_actor(runtime.trainer, state.version, "broadcast")
+        if awake and type(state.actor) is OnDevice:
+            runtime.watch.ask_actor(runtime.trainer, state.version, "broadcast")
     return Fresh(state.version)
 
 

@@ -34,6 +34,7 @@ from rft.state import (
     Offloaded,
     OldLogProbs,
     OnDevice,
+    Placement,
     PolicyVersion,
     Role,
     Roles,
@@ -57,7 +58,7 @@ def launch(spec: LaunchSpec) -> Generator[RuntimeState[Asleep, Stale, OnDevice, 
     device. Raises `BadInput` for what cannot work, and `MissingEngine`; all ranks raise if one does.
     """
     with launching.opened(spec) as devices:
-        yield first_state(devices, Roles.at_launch({ACTOR_OPTIMIZER: devices.trainer.bytes("optimizer")}))
+        yield first_state(devices, Roles((Placement(ACTOR_OPTIMIZER, "device", devices.trainer.bytes("optimizer")),)))
 
 
 # ---- the engine ----

@@ -1,0 +1,21 @@
+"""For tests of your own steps, loops and engines: a scripted runtime, and a random walk over every state and step."""
+
+from rft.testing.calls import LIBRARY, SAMPLING, Call, Stash
+from rft.testing.faults import Faults, InjectedFault
+from rft.testing.scripted import scripted_devices, scripted_launch, scripted_minibatch, scripted_prompts
+from rft.testing.walk import RuntimeWalk, walk
+
+__all__ = [
+    "LIBRARY",
+    "SAMPLING",
+    "Call",
+    "Faults",
+    "InjectedFault",
+    "RuntimeWalk",
+    "Stash",
+    "scripted_devices",
+    "scripted_launch",
+    "scripted_minibatch",
+    "scripted_prompts",
+    "walk",
+]

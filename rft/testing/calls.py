@@ -1,0 +1,138 @@
+"""Steps as the walk calls them: with which arguments, and what must be refused beyond the axes."""
+
+import dataclasses as dc
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import rft
+from rft.errors import RftError, RoleError, TooStale, WrongBatch
+from rft.experience import Rollouts, Sampling
+from rft.ledger import TABLE, Edge
+from rft.state import ACTOR_OPTIMIZER, OldLogProbs, Role, RuntimeState
+from rft.testing.scripted import scripted_minibatch, scripted_prompts
+
+State = RuntimeState[Any, Any, Any, Any]
+SAMPLING = Sampling(samples=2, max_new_tokens=3)
+
+
+class Stash(Protocol):
+    """What a walk has gathered so far, for arguments to be taken from."""
+
+    def rollouts(self, pick: int) -> Rollouts:
+        """Some rollouts: those of an earlier `generate`, of this launch or another, or made by hand."""
+        ...
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Refusals = set[type[RftError]]
+
+
+def _none(stash: Stash, pick: int) -> Arguments:
+    del stash, pick
+    return (), {}
+
+
+def _never(state: State, arguments: Arguments) -> Refusals:
+    del state, arguments
+    return set()
+
+
+@dc.dataclass(frozen=True)
+class Call:
+    """A step, how to make its arguments from a stash and a number, and which errors a legal state may still get, and must."""
+
+    step: Callable[..., Any]
+    arguments: Callable[[Stash, int], Arguments] = _none
+    refusals: Callable[[State, Arguments], Refusals] = _never
+
+    @property
+    def edge(self) -> Edge:
+        """The step's row in the table."""
+        return TABLE[self.step.__module__, self.step.__name__]
+
+
+def _prompts(stash: Stash, pick: int) -> Arguments:
+    del stash
+    return (scripted_prompts(1 + pick % 2, epoch=pick % 3), SAMPLING), {"draw": pick % 2}
+
+
+def _prompts_and_lag(stash: Stash, pick: int) -> Arguments:
+    positional, named = _prompts(stash, pick)
+    return positional, {**named, "max_lag": pick % 3}
+
+
+def _one_batch(stash: Stash, pick: int) -> Arguments:
+    return (stash.rollouts(pick),), {"max_lag": pick % 2}
+
+
+def _adopted(stash: Stash, pick: int) -> Arguments:
+    positional, named = _one_batch(stash, pick)
+    return positional, {**named, "source": ("engine", "first_step")[pick % 2]}
+
+
+def _minibatch(stash: Stash, pick: int) -> Arguments:
+    return (scripted_minibatch(stash.rollouts(pick)),), {}
+
+
+def _minibatch_and_objective(stash: Stash, pick: int) -> Arguments:
+    return (*_minibatch(stash, pick)[0], rft.grpo()), {}
+
+
+def _role(stash: Stash, pick: int) -> Arguments:
+    del stash
+    return ((ACTOR_OPTIMIZER, ACTOR_OPTIMIZER, Role("critic"), Role("actor"))[pick % 4],), {}
+
+
+def _behind_engine(state: State, arguments: Arguments) -> Refusals:
+    held = state.weights.version
+    return {TooStale} if held is None or state.version - held > arguments[1]["max_lag"] else set()
+
+
+def _behind_rollouts(state: State, arguments: Arguments) -> Refusals:
+    (rollouts,), named = arguments
+    return {TooStale} if state.version - rollouts.version > named["max_lag"] else set()
+
+
+def _elsewhere(where: str) -> Callable[[State, Arguments], Refusals]:
+    def refusals(state: State, arguments: Arguments) -> Refusals:
+        (role,), _ = arguments
+        known = {p.role: p.where for p in state.roles.placements}
+        return set() if known.get(role) == where else {RoleError}
+
+    return refusals
+
+
+def _optimizer_away(state: State, arguments: Arguments) -> Refusals:
+    del arguments
+    return _elsewhere("device")(state, ((ACTOR_OPTIMIZER,), {}))
+
+
+def _other_batch(state: State, arguments: Arguments) -> Refusals:
+    old, (minibatch, _) = state.old, arguments[0]
+    if not isinstance(old, OldLogProbs):
+        return set()
+    known = {part.batch for part in old.batches}
+    spent = old.source == "first_step" and old.steps > 0
+    wrong = spent or not set(minibatch.batches) <= known
+    return ({WrongBatch} if wrong else set()) | _optimizer_away(state, arguments)
+
+
+LIBRARY: tuple[Call, ...] = (
+    Call(rft.broadcast),
+    Call(rft.wake),
+    Call(rft.sleep),
+    Call(rft.sleep_keeping),
+    Call(rft.recover),
+    Call(rft.generate, _prompts),
+    Call(rft.generate_stale, _prompts_and_lag, _behind_engine),
+    Call(rft.offload_actor),
+    Call(rft.reload_actor),
+    Call(rft.offload, _role, _elsewhere("device")),
+    Call(rft.reload, _role, _elsewhere("host")),
+    Call(rft.compute_old_logprobs, _one_batch, _behind_rollouts),
+    Call(rft.adopt_logprobs, _adopted, _behind_rollouts),
+    Call(rft.train_step, _minibatch_and_objective, _other_batch),
+    Call(rft.supervised_step, _minibatch, _optimizer_away),
+    Call(rft.finish_batch),
+)
+"""The library's steps that a walk takes: all transitions, and the observations that touch the devices."""
