@@ -60,9 +60,7 @@ def _invert(mass: Float32[Tensor, "row vocab"], numbers: Float64[Tensor, "row"])
     return block * BLOCK + inside
 
 
-def _search(
-    mass: Float32[Tensor, "row bin"], numbers: Float64[Tensor, "row"]
-) -> tuple[Int64[Tensor, "row"], Float64[Tensor, "row"]]:
+def _search(mass: Float32[Tensor, "row bin"], numbers: Float64[Tensor, "row"]) -> tuple[Int64[Tensor, "row"], Float64[Tensor, "row"]]:
     """The bin that holds each number, in shares of the row's sum; and where in that bin it lies, in [0, 1)."""
     ends = mass.double().cumsum(-1)
     target = numbers[:, None] * ends[:, -1:]

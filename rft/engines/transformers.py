@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from rft.engines.decoding import decode, score
+from rft.engines.delivery import delivery, named
 from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
-from rft.errors import BadInput, EngineFailed, MissingEngine, SyncFailed
+from rft.errors import BadInput, EngineFailed, MissingEngine
 from rft.experience import Sampling
 from rft.models import ModelFolder
 from rft.ops.checksum import checksum
 from rft.parallel.world import World
 from rft.spec import TransformersEngine
-
-Names = tuple[str, ...]
 
 
 def build(spec: TransformersEngine, model: ModelFolder, world: World) -> "Transformers":
@@ -45,11 +44,11 @@ class Transformers:
         self._device: torch.device = module.device
         self._ends = torch.tensor(ends, dtype=torch.int64, device=self._device)
         self._max_model_len, self._max_rows = max_model_len, max_rows
-        self._slots = _slots(module)
+        self._slots = named(module)
         self._shapes = {names: tensor.shape for names, tensor in self._slots.items()}
         self._bytes = sum(tensor.nbytes for tensor in self._slots.values())
         self._by_name = {name: tensor for names, tensor in self._slots.items() for name in names}
-        self._names: Names = tuple(names[0] for names in self._slots)
+        self._names = tuple(names[0] for names in self._slots)
         self._vocab = int(module.get_input_embeddings().weight.shape[0])
         self._weights: Literal["loaded", "undefined", "released"] = "loaded"
         self._cache_mapped = True
@@ -85,19 +84,17 @@ class Transformers:
     @torch.inference_mode()
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> Mapping[str, int]:
         """Copies every tensor into its place. Raises `SyncFailed` that names what is missing, unknown or of a wrong shape."""
-        try:
+        received = dict[str, Tensor]()
+        with delivery(tensors, self._shapes, self.name) as stream:
             self._need_weights("load")
             self._weights = "undefined"
-            received, problems = self._install(tensors)
-        finally:
-            for _ in tensors:
-                pass  # other ranks take part in the rest of it
-        got = received.keys()
-        problems += [f"{names[0]} did not come" for names in self._slots if got.isdisjoint(names)]
-        if problems:
-            raise SyncFailed(f"the transformers engine did not get the weights of its model: {_some(problems)}")
+            for name, tensor in stream:
+                slot = self._by_name[name]
+                cast = tensor.to(slot.dtype)
+                _ = slot.copy_(cast)
+                received[name] = checksum(cast)
         self._weights = "loaded"
-        self._names = tuple(got)
+        self._names = tuple(received)
         return _on_host(received)
 
     @torch.inference_mode()
@@ -128,32 +125,13 @@ class Transformers:
     def _need(self, verb: str, *, cache: bool) -> None:
         self._need_weights(verb)
         if self._weights == "undefined":
-            raise EngineFailed(
-                f"{verb}: the transformers engine's weights are undefined since it was woken or half loaded; load first"
-            )
+            raise EngineFailed(f"{verb}: the transformers engine's weights are undefined since it was woken or half loaded; load first")
         if cache and not self._cache_mapped:
             raise EngineFailed(f"{verb}: the transformers engine is asleep; call wake_cache first")
 
     def _need_weights(self, verb: str) -> None:
         if self._weights == "released":
             raise EngineFailed(f"{verb}: the transformers engine has released its weights; call wake_weights first")
-
-    # ---- weights ----
-
-    def _install(self, tensors: Iterator[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], list[str]]:
-        """Checksums of what came, on the device, and what was wrong with it."""
-        received, problems = dict[str, Tensor](), list[str]()
-        for name, tensor in tensors:
-            slot = self._by_name.get(name)
-            if slot is None:
-                problems.append(f"{name} is not known")
-            elif slot.shape != tensor.shape:
-                problems.append(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(slot.shape)}")
-            else:
-                cast = tensor.to(slot.dtype)
-                _ = slot.copy_(cast)
-                received[name] = checksum(cast)
-        return received, problems
 
     def _release(self) -> None:
         # Without shape, not without storage alone: whoever uses them gets an error, and no segmentation fault.
@@ -163,22 +141,6 @@ class Transformers:
             torch.cuda.empty_cache()
 
 
-def _slots(module: Any) -> dict[Names, Tensor]:
-    """Every tensor that a checkpoint has, under all of its names: tied ones have several.
-
-    Buffers that no checkpoint has (rotary frequencies) are none of them: nobody sends those, so they must never be released.
-    """
-    names, tensors = dict[int, list[str]](), dict[int, Tensor]()
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
-    return {tuple(names[key]): tensors[key] for key in names}
-
-
 def _on_host(sums: Mapping[str, Tensor]) -> dict[str, int]:
     values = torch.stack(list(sums.values())).tolist() if sums else []
     return dict(zip(sums, values, strict=True))
-
-
-def _some(problems: Sequence[str], shown: int = 8) -> str:
-    return "; ".join(problems[:shown]) + (f"; and {len(problems) - shown} more" if len(problems) > shown else "")
