@@ -140,7 +140,7 @@ class LiveView:
 
     def _render(self) -> RenderableType:
         body = Group(self._progress(), Text(), self._numbers(), Text(), self._times())
-        return Panel(body, title=f"[bold]{self._title}[/]", border_style="cyan", padding=(1, 2), width=96)
+        return Panel(body, title=Text(self._title, style="bold"), border_style="cyan", padding=(1, 2), width=96)
 
     def _progress(self) -> RenderableType:
         now, done = time.monotonic(), self._shown.done

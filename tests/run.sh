@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Makes the environments, one per engine, and runs everything that is not marked slow: format, types, import order, tests.
+# `tests/run.sh --slow` runs what is marked slow instead. Ends with a table of the parts, and fails if one of them did.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+case "$*" in
+  "") speed="not slow" ;;
+  --slow) speed="slow" ;;
+  *) echo "usage: bash tests/run.sh [--slow]" >&2; exit 2 ;;
+esac
+
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYRIGHT_PYTHON_IGNORE_WARNINGS=1
+logs=.cache/test-logs
+rm -rf "$logs" && mkdir -p "$logs"
+table="" failures=0
+
+part() { # part NAME COMMAND...: runs a command with its output on the screen, and adds a line to the table
+  local name=$1 began=$SECONDS verdict=ok last
+  shift
+  printf '\n==== %s\n' "$name"
+  timeout --kill-after=10 1200 "$@" 2>&1 | tee "$logs/$name.log" || { verdict=FAILED; failures=$((failures + 1)); }
+  last=$(grep -v '^[[:space:]]*$' "$logs/$name.log" | tail -n 1)
+  table+=$(printf '%-18s %-7s %4d s  %s' "$name" "$verdict" $((SECONDS - began)) "${last:0:110}")$'\n'
+}
+
+python=$(command -v python3.11 || command -v python3)
+part environments sh -c "'$python' tests/environments/make.py transformers && '$python' tests/environments/make.py vllm"
+own=.venv-transformers/bin/python with_vllm=.venv-vllm/bin/python
+
+if [ "$speed" = "not slow" ]; then
+  part lint "$own" -m ruff check .
+  part format "$own" -m ruff format --check .
+  part types "$own" -m pyright --pythonpath "$own"
+  part import-order .venv-transformers/bin/lint-imports
+fi
+part tests "$own" -m pytest -m "$speed and not vllm"
+part tests-vllm "$with_vllm" -m pytest -m "$speed and vllm"
+
+printf '\n==== summary\n%s' "$table"
+[ "$failures" = 0 ] && echo "all good" || echo "$failures of the parts failed; their output is above and in $logs/"
+exit "$((failures > 0))"
