@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from rft.effects.runtime import runtime_of
+from rft.experience import Rollouts
+from rft.rewards.scoring import Rewards
 from rft.state import RuntimeState
+from rft.telemetry.records import ShownSample
 from rft.telemetry.run_folder import Elsewhere, RunFolder, Telemetry
 
 
@@ -21,9 +24,24 @@ def record(state: RuntimeState[Any, Any, Any, Any], folder: Path, /, *, title: s
     if runtime.world.rank:
         yield Elsewhere()
         return
-    with RunFolder(folder, title=title, config=config, steps=steps) as run:
+    with RunFolder(folder, title=title, config=config, steps=steps, ranks=runtime.world.size) as run:
         runtime.trace.followers.append(run)
         try:
             yield run
         finally:
             runtime.trace.followers.remove(run)
+
+
+def shown(rollouts: Rollouts, rewards: Rewards, /, *, count: int = 4) -> list[ShownSample]:
+    """The first `count` rows as a report shows them, with what became of their rewards."""
+    notes = {failure.row: f"{failure.kind}: {failure.message}" for failure in rewards.failures}
+    return [
+        ShownSample(
+            question=rollouts.questions[row],
+            response=rollouts.responses[row],
+            answer=rollouts.answers[row],
+            reward=None if row in notes else float(rewards.values[row]),
+            note=notes.get(row, ""),
+        )
+        for row in range(min(count, len(rollouts)))
+    ]

@@ -6,7 +6,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from rft.effects.runtime import runtime_of
-from rft.errors import BadInput, NonFiniteGradient, RoleError
+from rft.errors import BadInput, NonFiniteGradient, RoleError, ShapeError
 from rft.experience import Minibatch
 from rft.objectives import Objective
 from rft.state import ACTOR_OPTIMIZER, RuntimeState
@@ -19,13 +19,16 @@ def step(
     old: Float32[Tensor, "batch seq"] | None,
     objective: Objective,
 ) -> dict[str, float]:
-    """One optimizer step. A gradient that is not finite is refused before the optimizer is touched, and leaves the state living."""
+    """One optimizer step.
+
+    What a trainer refuses on all ranks before it touches the optimizer, a gradient that is not finite too, leaves the state living.
+    """
     runtime = runtime_of(state)
     if not callable(objective):
         raise BadInput(f"{call}: objective must be a function of (logprobs, micro-batch, totals), got {type(objective).__name__}")
     if state.roles.of(ACTOR_OPTIMIZER).where != "device":
         raise RoleError(f"{call}: the Actor's optimizer is on the host; write instead: state = reload(state, ACTOR_OPTIMIZER)")
-    with runtime.ledger.irreversible("runtime", but=(NonFiniteGradient,)):
+    with runtime.ledger.irreversible("runtime", but=(BadInput, NonFiniteGradient, RoleError, ShapeError)):
         return runtime.trainer.step(minibatch, old, objective)
 
 
