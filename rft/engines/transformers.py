@@ -43,7 +43,8 @@ class Transformers:
         self._module = module.eval().requires_grad_(False)
         self._device: torch.device = module.device
         self._ends = torch.tensor(ends, dtype=torch.int64, device=self._device)
-        self._max_model_len, self._max_rows = max_model_len, max_rows
+        self.dtype: torch.dtype = module.dtype
+        self.max_model_len, self._max_rows = max_model_len, max_rows
         self._slots = named(module)
         self._shapes = {names: tensor.shape for names, tensor in self._slots.items()}
         self._bytes = sum(tensor.nbytes for tensor in self._slots.values())
@@ -56,14 +57,14 @@ class Transformers:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Samples `max_rows` requests at a time. Raises `BadInput` for one that cannot be served, `EngineFailed` when asleep."""
         self._need("generate", cache=True)
-        check_requests(requests, sampling, max_model_len=self._max_model_len, vocab=self._vocab)
+        check_requests(requests, sampling, max_model_len=self.max_model_len, vocab=self._vocab)
         parts = (requests[i : i + self._max_rows] for i in range(0, len(requests), self._max_rows))
         return [completion for part in parts for completion in decode(self._module, part, sampling, self._ends)]
 
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:
         """log p of every token but the first, at temperature 1. Raises as `generate` does."""
         self._need("score", cache=False)
-        check_sequences(sequences, max_model_len=self._max_model_len, vocab=self._vocab)
+        check_sequences(sequences, max_model_len=self.max_model_len, vocab=self._vocab)
         parts = (sequences[i : i + self._max_rows] for i in range(0, len(sequences), self._max_rows))
         return [row for part in parts for row in score(self._module, part, self._device)]
 
