@@ -1,0 +1,185 @@
+"""The sync plan: where in an engine's memory each named tensor belongs, learnt by watching the engine load once.
+
+An engine fuses projections, slices them over TP ranks, ties heads and pads vocabularies. How it does so is in its own loading code,
+and nowhere else; so that code is run once over tensors of random values while every write into the engine's memory is recorded. If
+all of them are copies out of the tensor at hand, or constants, the list of them is the exact map, and replaying it is loading.
+The plan is only trusted after its replay has given the same bits everywhere that the engine's own loading gave.
+"""
+
+import dataclasses as dc
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rft.engines.delivery import Names
+from rft.ops.checksum import checksum, column_sums, fold
+
+Load = Callable[[Iterator[tuple[str, Tensor]]], object]
+"""An engine's own loading of named tensors."""
+
+
+class NoPlan(Exception):
+    """Loading this engine is more than copying; the message says what else was seen."""
+
+
+@dc.dataclass(frozen=True)
+class Copy:
+    """One write: `target`, a view of engine memory, takes the view of the named tensor that is described by the other three."""
+
+    target: Tensor
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def source(self, tensor: Tensor) -> Tensor:
+        """The part of the whole named tensor that is copied."""
+        whole = tensor.contiguous()
+        return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
+
+
+@dc.dataclass(frozen=True)
+class Fill:
+    """One write of a constant: the padding of a vocabulary."""
+
+    target: Tensor
+    value: float
+
+
+class Plan:
+    """The writes of one whole loading, by the names of what they read."""
+
+    def __init__(self, copies: Mapping[str, list[Copy]], fills: list[Fill], aliases: Mapping[str, str]) -> None:
+        self._copies, self._fills, self._aliases = copies, fills, aliases
+
+    def install(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, int]:
+        """Replays every write. Returns the checksums of what the copies read, cast to the engine's dtype, by the given names."""
+        read = dict[str, list[Tensor]]()
+        for fill in self._fills:
+            _ = fill.target.fill_(fill.value)
+        for name, tensor in tensors:
+            read[name] = []
+            for copy in self._copies[self._aliases[name]]:
+                cast = copy.source(tensor).to(copy.target.dtype)
+                _ = copy.target.copy_(cast)
+                read[name].append(column_sums(cast))
+        return self._folded(read)
+
+    def checksums(self, names: Iterator[str]) -> dict[str, int]:
+        """Checksums of what lies now where the copies of each name wrote."""
+        return self._folded({name: [column_sums(c.target) for c in self._copies[self._aliases[name]]] for name in names})
+
+    def _folded(self, sums: Mapping[str, list[Tensor]]) -> dict[str, int]:
+        """One number a name: several copies of one tensor count together, in their order. Waits for the device once."""
+        sizes = [copy.target.nbytes for name in sums for copy in self._copies[self._aliases[name]]]
+        columns = [part for parts in sums.values() for part in parts]
+        if not columns:
+            return dict.fromkeys(sums, 0)
+        folded = iter(fold(torch.stack(columns), torch.tensor(sizes).to(columns[0].device)).tolist())
+        return {name: hash(tuple(next(folded) for _ in parts)) for name, parts in sums.items()}
+
+
+def record(load: Load, shapes: Mapping[Names, torch.Size], memory: Mapping[str, Tensor], dtype: torch.dtype) -> Plan:
+    """Learns the plan of `load`, which fills `memory` (the engine's parameters by name), and proves it.
+
+    `shapes` are those of the named tensors that will come. The memory holds nothing of meaning afterwards.
+    Raises `NoPlan` where loading is more than copies of the tensor at hand and constants, where it leaves a parameter unwritten, or
+    where the replay does not give the same bits.
+    """
+    samples = _Samples(shapes, dtype, next(iter(memory.values())).device)
+    recorder = _Recorder(memory, samples)
+    with torch.inference_mode(), recorder:
+        _ = load(iter(samples))
+    if recorder.trouble:
+        raise NoPlan(recorder.trouble[0])
+    if unwritten := recorder.unwritten():
+        raise NoPlan(f"loading does not write {', '.join(unwritten)}")
+    aliases = {name: names[0] for names in shapes for name in names}
+    plan = Plan({names[0]: recorder.copies.get(names[0], []) for names in shapes}, recorder.fills, aliases)
+    _prove(plan, load, samples, memory)
+    return plan
+
+
+def _prove(plan: Plan, load: Load, samples: "_Samples", memory: Mapping[str, Tensor]) -> None:
+    """Replay and loading give the same bits, for other values than those that were recorded: a constant may have been one of them."""
+    samples.seed += 1
+    with torch.inference_mode():
+        _ = load(iter(samples))
+    loaded = {name: int(checksum(tensor)) for name, tensor in memory.items()}
+    for tensor in memory.values():
+        _ = tensor.detach().fill_(1)
+    read = plan.install(iter(samples))
+    for name, tensor in memory.items():
+        if int(checksum(tensor)) != loaded[name]:
+            raise NoPlan(f"the replay does not give the bits of {name} that loading gives")
+    if plan.checksums(iter(read)) != read:
+        raise NoPlan("what the replay wrote is not what lies there in the end")
+
+
+class _Samples:
+    """A whole set of named tensors with random values, the same ones for the same seed; only the one at hand exists."""
+
+    def __init__(self, shapes: Mapping[Names, torch.Size], dtype: torch.dtype, device: torch.device) -> None:
+        self._shapes, self._dtype, self._device = shapes, dtype, device
+        self.name, self.address, self.seed = "", 0, 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for (self.name, *_), shape in self._shapes.items():
+            generator = torch.Generator(self._device).manual_seed(zlib.crc32(self.name.encode(), self.seed))
+            tensor = torch.empty(shape, dtype=self._dtype, device=self._device).uniform_(-1, 1, generator=generator)
+            self.address = _storage(tensor)
+            yield self.name, tensor
+            del tensor
+        self.name, self.address = "", 0
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every operator, and notes those that write into `memory`."""
+
+    def __init__(self, memory: Mapping[str, Tensor], samples: _Samples) -> None:
+        super().__init__()
+        self._owners = {_storage(tensor): name for name, tensor in memory.items()}
+        self._samples = samples
+        self._written = set[int]()
+        self.copies, self.fills, self.trouble = dict[str, list[Copy]](), list[Fill](), list[str]()
+
+    def unwritten(self) -> list[str]:
+        """Parameters that nothing wrote to."""
+        return [name for address, name in self._owners.items() if address not in self._written]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        for target in _written_by(func, args, kwargs or {}):
+            if _storage(target) in self._owners and target.numel():
+                self._written.add(_storage(target))
+                self._note(func, target, args)
+        return result
+
+    def _note(self, func: Any, target: Tensor, args: Any) -> None:
+        name = self._samples.name
+        source = args[1] if len(args) > 1 else None
+        if func is torch.ops.aten.copy_.default and isinstance(source, Tensor) and _storage(source) == self._samples.address:
+            if source.shape != target.shape:
+                self.trouble.append(f"{name} is spread out over {self._owners[_storage(target)]}")
+            copy = Copy(target.detach(), tuple(source.shape), source.stride(), source.storage_offset())
+            self.copies.setdefault(name, []).append(copy)
+        elif func is torch.ops.aten.fill_.Scalar or func is torch.ops.aten.zero_.default:
+            self.fills.append(Fill(target.detach(), float(source or 0)))
+        else:
+            what = f"{func} writes {self._owners[_storage(target)]}, and is no copy out of {name or 'a tensor of the set'}"
+            self.trouble.append(what)
+
+
+def _written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from (item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, Tensor))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

