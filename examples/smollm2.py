@@ -49,9 +49,7 @@ def _convert(packed: Path, folder: Path) -> None:
     logging.disable_progress_bar()
     source: dict[str, Any] = {"pretrained_model_name_or_path": packed.parent, "gguf_file": packed.name}
     tokenizer: Any = AutoTokenizer.from_pretrained(**source)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-    )
+    model: Any = AutoModelForCausalLM.from_pretrained(**source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16)
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(END_OF_TURN)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

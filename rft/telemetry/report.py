@@ -68,8 +68,8 @@ def _facts(run: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list
     facts = [("steps", f"{sum('seconds' in line for line in metrics)} of {run['steps']}")]
     facts += [(label(name), change) for name in ("accuracy", "reward") if (change := _change(metrics, name))]
     tokens = [line["tokens"] for line in metrics if line.get("tokens") is not None]
-    facts += [("sampled tokens", f"{sum(tokens):,.0f}")] if tokens else []
-    return [*facts, ("time", clock(metrics[-1]["time_s"] if metrics else 0.0))]
+    facts += [("sampled tokens", f"{sum(tokens) * run['ranks']:,.0f}")] if tokens else []
+    return [*facts, ("ranks", str(run["ranks"])), ("time", clock(metrics[-1]["time_s"] if metrics else 0.0))]
 
 
 def _change(metrics: Sequence[Mapping[str, Any]], name: str) -> str | None:

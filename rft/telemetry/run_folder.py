@@ -14,6 +14,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rft.errors import BadInput
+from rft.experience import Rollouts
+from rft.rewards.scoring import Rewards
 from rft.telemetry.live import Display, Shown, open_display
 from rft.telemetry.records import METRICS, PHASES, RUN, SAMPLES, Lines, Phase, ShownSample, flat
 from rft.telemetry.report import write_report
@@ -31,8 +33,8 @@ class Telemetry(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Closes step `step` (from 0) with its numbers.
 
-        `seconds` and `seconds/<phase>` are added, and where there is `tokens` (sampled in this step by all ranks)
-        `tokens_per_second`, over the whole step.
+        `seconds` and `seconds/<phase>` are added, and where there is `tokens` (sampled in this step, the mean over the ranks)
+        `tokens_per_second`, of all ranks over the whole step.
         """
         ...
 
@@ -69,12 +71,12 @@ class RunFolder:
     holds another run.
     """
 
-    def __init__(self, folder: Path, *, title: str, config: Any, steps: int, display: Display | None = None) -> None:
-        _describe(folder, title, config, steps)
+    def __init__(self, folder: Path, *, title: str, config: Any, steps: int, ranks: int = 1, display: Display | None = None) -> None:
+        _describe(folder, title, config, steps, ranks)
         # Imported here: it takes a second, and ranks that do not write have no use for it.
         from torch.utils.tensorboard import SummaryWriter
 
-        self.folder = folder
+        self.folder, self._ranks = folder, ranks
         self._began = time.monotonic()
         self._step_began = self._began
         self._phases: list[Phase] = []
@@ -117,7 +119,7 @@ class RunFolder:
         totals = _totals(self._phases)
         numbers = {**metrics, "seconds": seconds, **{f"seconds/{name}": total for name, total in totals.items()}}
         if "tokens" in metrics:
-            numbers["tokens_per_second"] = metrics["tokens"] / seconds
+            numbers["tokens_per_second"] = metrics["tokens"] * self._ranks / seconds
         self._write(step, numbers)
         self._display.show(Shown(done=step + 1, metrics=numbers, phases=totals))
         self._phases, self._step, self._step_began = [], step + 1, now
@@ -151,6 +153,22 @@ class RunFolder:
         return time.monotonic() - self._began
 
 
+def shown(rollouts: Rollouts, rewards: Rewards, *, count: int = 8) -> tuple[ShownSample, ...]:
+    """The first `count` rows as the report shows them."""
+    notes = {failure.row: failure.message for failure in rewards.failures}
+    values = [value if valid else None for value, valid in zip(rewards.values.tolist(), rewards.valid.tolist(), strict=True)]
+    return tuple(
+        ShownSample(
+            question=rollouts.questions[row],
+            response=rollouts.responses[row],
+            answer=rollouts.answers[row],
+            reward=values[row],
+            note=notes.get(row, ""),
+        )
+        for row in range(min(count, len(rollouts)))
+    )
+
+
 def versions() -> dict[str, str]:
     """What the run ran with: Python, the machine, and the packages that matter."""
     found = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
@@ -160,12 +178,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _describe(folder: Path, title: str, config: Any, steps: int) -> None:
+def _describe(folder: Path, title: str, config: Any, steps: int, ranks: int) -> None:
     if (folder / RUN).exists():
         raise BadInput(f"{folder} holds another run already; choose another folder, or remove it")
     folder.mkdir(parents=True, exist_ok=True)
     began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    about = {"title": title, "began": began, "steps": steps, "config": flat(config), "versions": versions()}
+    about = {"title": title, "began": began, "steps": steps, "ranks": ranks, "config": flat(config), "versions": versions()}
     _ = (folder / RUN).write_text(json.dumps(about, indent=2, default=str) + "\n", encoding="utf-8")
 
 

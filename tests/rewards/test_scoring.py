@@ -8,31 +8,8 @@ import pytest
 import torch
 
 from rft.errors import BadInput
-from rft.experience import Rollouts, Sampling
 from rft.rewards.scoring import Rewards, Sample, samples_of, score
-from rft.state import BatchId
-
-
-def rollouts(*responses, answer="3"):
-    count, width = len(responses), 4
-    sampled = torch.zeros(count, width, dtype=torch.bool)
-    for row in range(count):
-        sampled[row, : row % width] = True
-    return Rollouts(
-        batch=BatchId("b"),
-        tokens=torch.zeros(count, width, dtype=torch.int64),
-        mask=torch.ones(count, width, dtype=torch.bool),
-        sampled=sampled,
-        logprobs=torch.zeros(count, width),
-        versions=torch.where(sampled, 0, -1),
-        groups=torch.arange(count),
-        samples=torch.zeros(count, dtype=torch.int64),
-        finish=("stop",) * count,
-        questions=("q",) * count,
-        responses=tuple(responses),
-        answers=(answer,) * count,
-        sampling=Sampling(),
-    )
+from tests.rollouts import rollouts
 
 
 def failed(rewards: Rewards):
@@ -102,7 +79,7 @@ def test_rows_are_scored_at_the_same_time_where_asked():
 
 def test_a_hanging_reward_does_not_keep_the_process():
     script = (
-        "from tests.rewards.test_scoring import rollouts, score, time\n"
+        "import time; from rft.rewards.scoring import score; from tests.rollouts import rollouts\n"
         "print(score(rollouts('a'), lambda _: time.sleep(60) or 1.0, deadline_s=0.1).failures[0].kind)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)

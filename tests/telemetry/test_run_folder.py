@@ -9,11 +9,13 @@ import sys
 import pytest
 
 from rft.errors import BadInput
+from rft.rewards.scoring import score
 from rft.spec import LaunchSpec
 from rft.telemetry import report
 from rft.telemetry.live import PlainLines
 from rft.telemetry.records import ShownSample, flat, read_lines
-from rft.telemetry.run_folder import RunFolder, versions
+from rft.telemetry.run_folder import RunFolder, shown, versions
+from tests.rollouts import rollouts
 
 # TensorBoard's own imports warn of what they will change.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard.*")
@@ -27,7 +29,7 @@ class Config:
 
 
 def opened(folder, steps=3):
-    return RunFolder(folder, title="A <run>", config=Config(), steps=steps, display=PlainLines(steps))
+    return RunFolder(folder, title="A <run>", config=Config(), steps=steps, ranks=2, display=PlainLines(steps))
 
 
 def a_run(folder, steps=3):
@@ -50,7 +52,7 @@ def test_metrics_are_lines_that_anybody_can_read(tmp_path):
     assert [line.get("accuracy") for line in lines] == [0.11, None, None, None, 0.71]
     assert [line.get("reward") for line in lines[1:4]] == [0, 1 / 3, 2 / 3]
     assert lines[1]["kl"] is None
-    assert lines[1]["tokens_per_second"] == pytest.approx(64 / lines[1]["seconds"])
+    assert lines[1]["tokens_per_second"] == pytest.approx(2 * 64 / lines[1]["seconds"])
     assert lines[1]["seconds/generate"] >= 0
     assert [line["time_s"] for line in lines] == sorted(line["time_s"] for line in lines)
 
@@ -159,6 +161,15 @@ def test_long_runs_are_cut_and_say_so(tmp_path, monkeypatch):
     text = Page((a_run(tmp_path / "run", steps=14) / "report.html").read_text()).text
     assert "the last 2 steps" in text
     assert re.search(r"12\s+older ones are in samples.jsonl", text)
+
+
+def test_the_first_rows_are_shown_with_what_failed():
+    rows = rollouts(*"abcdefghij")
+    scored = score(rows, lambda s: math.nan if s.response == "b" else 1.0)
+    samples = shown(rows, scored, count=3)
+    assert [(s.question, s.response, s.answer, s.reward) for s in samples] == [("q", r, "3", None if r == "b" else 1.0) for r in "abc"]
+    assert [bool(s.note) for s in samples] == [False, True, False]
+    assert len(shown(rows, scored, count=99)) == 10
 
 
 def test_another_run_is_not_overwritten(tmp_path):
