@@ -127,7 +127,8 @@ class _Samples:
         self.name, self.address, self.seed = "", 0, 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for (self.name, *_), shape in self._shapes.items():
+        for names, shape in self._shapes.items():
+            self.name = names[0]
             generator = torch.Generator(self._device).manual_seed(zlib.crc32(self.name.encode(), self.seed))
             tensor = torch.empty(shape, dtype=self._dtype, device=self._device).uniform_(-1, 1, generator=generator)
             self.address = _storage(tensor)
@@ -165,7 +166,7 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and isinstance(source, Tensor) and _storage(source) == self._samples.address:
             if source.shape != target.shape:
                 self.trouble.append(f"{name} is spread out over {self._owners[_storage(target)]}")
-            copy = Copy(target.detach(), tuple(source.shape), source.stride(), source.storage_offset())
+            copy = Copy(target.detach(), tuple(source.shape), source.stride(), int(source.storage_offset()))
             self.copies.setdefault(name, []).append(copy)
         elif func is torch.ops.aten.fill_.Scalar or func is torch.ops.aten.zero_.default:
             self.fills.append(Fill(target.detach(), float(source or 0)))

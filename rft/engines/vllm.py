@@ -7,7 +7,7 @@ import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ from rft.experience import Sampling
 from rft.models import ModelFolder
 from rft.parallel.world import World
 from rft.spec import VLLMEngine
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
+    from vllm.outputs import RequestOutput
+    from vllm.v1.worker.gpu_worker import Worker
 
 # In the rank's process; on the sampler that needs no compilation at first use, and is the faster one with log-probs.
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
@@ -46,10 +51,11 @@ def build(spec: VLLMEngine, model: ModelFolder, world: World) -> "VLLM":
     shapes = shapes_of(model.config)
     sync = choose_sync(worker, shapes, getattr(torch, spec.dtype), plain=plain)
     memory = HostMemory(worker) if cpu else CudaMemory(llm)
-    return VLLM(llm, spec, shapes, sync, memory, end_tokens(model), int(model.config.vocab_size), worker)
+    weight_bytes = sum(parameter.nbytes for parameter in worker.get_model().parameters())
+    return VLLM(llm, spec, shapes, sync, memory, end_tokens(model), int(model.config.vocab_size), weight_bytes)
 
 
-def _import() -> Any:
+def _import() -> "type[LLM]":
     try:
         from vllm import LLM
     except ImportError as error:
@@ -82,7 +88,7 @@ def _options(spec: VLLMEngine, model: ModelFolder, world: World) -> dict[str, An
     }
 
 
-def _itself(worker: Any) -> Any:
+def _itself(worker: "Worker") -> "Worker":
     return worker
 
 
@@ -93,21 +99,21 @@ class VLLM:
 
     def __init__(
         self,
-        llm: Any,
+        llm: "LLM",
         spec: VLLMEngine,
         shapes: Mapping[Names, torch.Size],
         sync: PlanSync | ReloadSync,
         memory: CudaMemory | HostMemory,
         ends: Sequence[int],
         vocab: int,
-        worker: Any,
+        weight_bytes: int,
     ) -> None:
-        self._llm, self._worker, self._sync, self._memory = llm, worker, sync, memory
+        self._llm, self._sync, self._memory = llm, sync, memory
         self._spec, self._shapes, self._ends, self._vocab = spec, shapes, list(ends), vocab
         self.keeps: Literal["device", "host"] | None = memory.keeps
         self.sync_path = sync.path
-        self._bytes = sum(parameter.nbytes for parameter in worker.get_model().parameters())
-        self._weights_mapped, self._cache_mapped, self._loaded = True, True, False
+        self._bytes = weight_bytes
+        self._weights_mapped, self._cache_mapped, self._loaded, self._closed = True, True, False, False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Samples all requests. Raises `BadInput` for one that cannot be served, `EngineFailed` when asleep."""
@@ -182,12 +188,13 @@ class VLLM:
 
     def close(self) -> None:
         """Ends vLLM, with its process groups; torch's own world stays open."""
-        if self._llm is None:
+        if self._closed:
             return
         from vllm.distributed import parallel_state
 
+        self._closed = True
         self._llm.llm_engine.engine_core.shutdown()
-        self._llm = self._worker = self._sync = self._memory = None
+        del self._llm, self._sync, self._memory
         parallel_state.destroy_model_parallel()
         _ = gc.collect()
         if torch.cuda.is_available():
@@ -208,7 +215,7 @@ class VLLM:
 
     # ---- requests ----
 
-    def _parameters(self, seed: int, sampling: Sampling) -> Any:
+    def _parameters(self, seed: int, sampling: Sampling) -> "SamplingParams":
         from vllm import SamplingParams
 
         return SamplingParams(
@@ -223,7 +230,7 @@ class VLLM:
             detokenize=False,
         )
 
-    def _run(self, prompts: Sequence[tuple[int, ...]], parameters: Sequence[Any]) -> list[Any]:
+    def _run(self, prompts: Sequence[tuple[int, ...]], parameters: "Sequence[SamplingParams]") -> "list[RequestOutput]":
         ids = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
         return self._llm.generate(ids, list(parameters), use_tqdm=False)
 
@@ -234,7 +241,7 @@ class VLLM:
             engine.abort_request(left, internal=True)
 
 
-def _completion(output: Any) -> Completion:
+def _completion(output: "RequestOutput") -> Completion:
     sampled = output.outputs[0]
     if sampled.finish_reason not in ("stop", "length"):
         raise EngineFailed(f"vLLM ended a response for the reason {sampled.finish_reason!r}; recover(state) leads on")

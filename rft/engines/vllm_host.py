@@ -23,7 +23,7 @@ def plain_layouts() -> Generator[bool]:
 
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
         del remove_weight
-        layer.cpu_linear = torch.nn.functional.linear  # pyright: ignore[reportAttributeAccessIssue]  # what its forward calls
+        setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010 (an attribute of vLLM's, which its forward calls)
 
     name = "dispatch_cpu_unquantized_gemm"
     original = getattr(utils, name, None)
@@ -52,11 +52,17 @@ def give_back_pages(tensors: Iterable[Tensor]) -> None:
 
     So views of them stay valid, as they do under CUDA's virtual memory. Elsewhere than on Linux they are zeroed and keep their memory.
     """
-    libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
     for tensor in tensors:
         storage = tensor.untyped_storage()
         first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - first
-        _ = tensor.detach().zero_() if libc is None or length <= 0 else None
-        if libc is not None and length > 0 and libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), MADV_DONTNEED):
-            raise OSError(ctypes.get_errno(), "madvise could not give memory back")
+        if sys.platform == "linux" and length > 0:
+            _advise(first, length, MADV_DONTNEED)
+        else:
+            _ = tensor.detach().zero_()
+
+
+def _advise(first: int, length: int, advice: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), advice):
+        raise OSError(ctypes.get_errno(), "madvise could not give memory back to the system")

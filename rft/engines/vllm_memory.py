@@ -1,8 +1,12 @@
 """How vLLM lets its memory go and takes it back: by its sleep levels on CUDA, by pages on a CPU."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rft.engines.vllm_host import give_back_pages
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.v1.worker.gpu_worker import Worker
 
 
 class CudaMemory:
@@ -14,7 +18,7 @@ class CudaMemory:
 
     keeps: Literal["device", "host"] = "host"
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: "LLM") -> None:
         self._llm = llm
 
     def sleep(self, *, keep: bool, weights_mapped: bool, cache_mapped: bool) -> None:
@@ -42,7 +46,7 @@ class HostMemory:
 
     keeps: Literal["device", "host"] = "device"
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: "Worker") -> None:
         self._weights = [parameter.data for parameter in worker.get_model().parameters() if parameter.numel()]
         self._cache = list(worker.model_runner.kv_caches)
 

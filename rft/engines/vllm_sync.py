@@ -2,15 +2,18 @@
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor
 
 from rft.engines.delivery import Names
-from rft.engines.plan import NoPlan, Plan, record
+from rft.engines.plan import Load, NoPlan, Plan, record
 from rft.engines.protocol import WHOLE
 from rft.ops.checksum import checksum
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker
 
 log = logging.getLogger("rft")
 PLAIN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
@@ -46,7 +49,7 @@ class ReloadSync:
 
     path: Literal["plan", "reload"] = "reload"
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: "Worker") -> None:
         self._worker = worker
 
     def install(self, tensors: Iterator[tuple[str, Tensor]]) -> Mapping[str, int]:
@@ -61,7 +64,7 @@ class ReloadSync:
         return {WHOLE: int(torch.stack(sums).sum())}
 
 
-def choose_sync(worker: Any, shapes: Mapping[Names, torch.Size], dtype: torch.dtype, *, plain: bool) -> PlanSync | ReloadSync:
+def choose_sync(worker: "Worker", shapes: Mapping[Names, torch.Size], dtype: torch.dtype, *, plain: bool) -> PlanSync | ReloadSync:
     """The plan where loading is copying, and has been proved to be; else the reload. Says in the log which, and why."""
     try:
         plan = _plan(worker.get_model(), shapes, dtype, plain=plain)
@@ -72,7 +75,7 @@ def choose_sync(worker: Any, shapes: Mapping[Names, torch.Size], dtype: torch.dt
     return PlanSync(plan, tuple(names[0] for names in shapes))
 
 
-def _plan(model: Any, shapes: Mapping[Names, torch.Size], dtype: torch.dtype, *, plain: bool) -> Plan:
+def _plan(model: torch.nn.Module, shapes: Mapping[Names, torch.Size], dtype: torch.dtype, *, plain: bool) -> Plan:
     if not plain:
         raise NoPlan("this build packs the weights of linear layers")
     for name, module in model.named_modules():
@@ -82,7 +85,8 @@ def _plan(model: Any, shapes: Mapping[Names, torch.Size], dtype: torch.dtype, *,
         if hasattr(module, "process_weights_after_loading") and type(module).__name__ not in PLAIN_MODULES:
             raise NoPlan(f"{name or type(module).__name__} derives something from its weights after loading")
     try:
-        return record(model.load_weights, shapes, dict(model.named_parameters()), dtype)
+        load = cast(Load, model.load_weights)
+        return record(load, shapes, dict(model.named_parameters()), dtype)
     except (AssertionError, AttributeError, KeyError, RuntimeError, ValueError) as error:
         # Whatever the engine's own loading raises when it is called once more: it differs by engine version and by model.
         raise NoPlan(f"its loading cannot be called again: {type(error).__name__}: {error}") from error

@@ -1,0 +1,2 @@
+class Logprob:
+    logprob: float

@@ -1,0 +1,3 @@
+from torch.nn import Module
+
+def dispatch_cpu_unquantized_gemm(layer: Module, remove_weight: bool) -> None: ...

@@ -1,0 +1,2 @@
+class OutputProcessor:
+    request_states: dict[str, object]
