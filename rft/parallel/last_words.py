@@ -23,13 +23,15 @@ def last_words(words: Callable[[], str]) -> Generator[None]:
     waking.setblocking(False)
     before = signal.signal(signal.SIGTERM, _ignore)
     pipe_before = signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=_listen, args=(listening, words), daemon=True, name="rft-last-words").start()
+    listener = threading.Thread(target=_listen, args=(listening, words), daemon=True, name="rft-last-words")
+    listener.start()
     try:
         yield
     finally:
         _ = signal.set_wakeup_fd(pipe_before)
         _ = signal.signal(signal.SIGTERM, before)
         waking.close()
+        listener.join()  # it holds process groups by `words`; letting them go while Python shuts down would abort
 
 
 def _ignore(signum: int, frame: object) -> None:
