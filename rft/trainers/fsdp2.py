@@ -8,6 +8,7 @@ more traffic. Objectives divide by the global batch, so gradients are summed ove
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import get_total_norm
 
 from rft import tree
@@ -29,6 +31,7 @@ from rft.parallel.world import World
 from rft.spec import FSDP2Trainer
 from rft.trainers import hugging_face
 from rft.trainers.gathering import gathered
+from rft.trainers.gloo import GlooReduceScatter
 from rft.trainers.microbatches import agree, cut, share_of, to_width
 from rft.trainers.protocol import Part, TensorSpec, Trainer
 from rft.trainers.schedule import learning_rate
@@ -95,7 +98,8 @@ class _FSDP2:
             for rows in plan:
                 index = torch.tensor(rows, dtype=torch.int64)
                 own, wanted = _some_rows(tokens[index], mask[index])
-                values = self._forward(self._here(own), self._here(wanted), temperature).cpu()
+                with _attention(self._spec, own):
+                    values = self._forward(self._here(own), self._here(wanted), temperature).cpu()
                 result[index] = to_width(values, result.shape[1])[: len(rows)]
         self._reshard()
         return result
@@ -121,10 +125,11 @@ class _FSDP2:
         if self._spec.keep_gathered:
             self._model.set_reshard_after_backward(last)
             self._model.set_requires_gradient_sync(last)
-        new = self._forward(micro.rows.tokens, micro.rows.sampled, micro.rows.temperature)
-        terms = objective(new, micro, totals)
-        # FSDP averages over the ranks, and the objective has divided by the global batch already.
-        torch.autograd.backward(terms.loss * self._world.size)
+        with _attention(self._spec, micro.rows.tokens):
+            new = self._forward(micro.rows.tokens, micro.rows.sampled, micro.rows.temperature)
+            terms = objective(new, micro, totals)
+            # FSDP averages over the ranks, and the objective has divided by the global batch already.
+            torch.autograd.backward(terms.loss * self._world.size)
         return {name: value.detach() for name, value in {**terms.metrics, "loss": terms.loss}.items()}
 
     def _forward(self, tokens: Tensor, wanted: Tensor, temperature: float) -> Tensor:
@@ -201,7 +206,18 @@ def _shard(model: Any, spec: FSDP2Trainer, world: World) -> None:
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, spec.dtype), reduce_dtype=torch.float32)
     for module in [*hugging_face.blocks(model), model]:
-        _ = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not spec.keep_gathered)
+        sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not spec.keep_gathered)
+        if world.device.type == "cpu" and world.size > 1:
+            sharded.set_custom_reduce_scatter(GlooReduceScatter())
+
+
+def _attention(spec: FSDP2Trainer, tokens: Tensor) -> AbstractContextManager[object]:
+    """On a CPU, the backward pass of PyTorch's fused attention in bf16 takes thrice as long as the plain one on short rows.
+
+    The backward pass belongs inside too: gradient checkpointing computes the forward pass again there, and wants the same kernels.
+    """
+    short = tokens.device.type == "cpu" and spec.dtype == "bfloat16" and tokens.shape[1] <= 128
+    return sdpa_kernel(SDPBackend.MATH) if short else nullcontext()
 
 
 def _adamw(parameters: list[Any], spec: FSDP2Trainer) -> Any:
