@@ -7,8 +7,9 @@ A decorator reads the annotations that the type checker reads, and holds them at
 
 1. the argument is a `RuntimeState`, and is the one living object        else `IllegalStep`, `ConsumedState`
 2. nothing is poisoned, closed, or under way                             else `RuntimePoisoned`, `EnginePoisoned`, …
-3. the axes are what the step's annotation says                          else `IllegalStep`, with the line to write instead
-4. every rank is at this same step                                       else `RanksDiverged`
+3. the backends can take the step at all                                 else `IllegalStep`, with their reason
+4. the axes are what the step's annotation says                          else `IllegalStep`, with the line to write instead
+5. every rank is at this same step                                       else `RanksDiverged`
 
 Only then is the step's body run. What the body does before its first irreversible write may fail freely: the state lives on. From
 there on, effects run inside `Ledger.irreversible`, which poisons the engine or the whole runtime.
@@ -23,10 +24,10 @@ import re
 import types
 import typing
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Container, Generator
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from rft.errors import ConsumedState, EngineFailed, EnginePoisoned, IllegalStep, RuntimeClosed, RuntimePoisoned
+from rft.errors import BrokenInvariant, ConsumedState, EngineFailed, EnginePoisoned, IllegalStep, RuntimeClosed, RuntimePoisoned
 from rft.state import AXES, Devices, RuntimeState
 
 Kind = Literal["beginning", "transition", "recovery", "observation"]
@@ -40,10 +41,16 @@ S = TypeVar("S", bound=AnyState)
 
 
 class Ledger:
-    """The one mutable cell: which state object lives, weakly, and what is poisoned. Owned by the devices."""
+    """The one mutable cell: which state object lives, weakly, and what is poisoned. Owned by the devices.
+
+    While the engine is poisoned the living state is held strongly: a composition such as `wake(broadcast(state))` that fails in its
+    second step drops what the first returned, and only an older state is left to be given to `recover`.
+    """
 
     def __init__(self) -> None:
         self._living: weakref.ref[AnyState] | None = None
+        self._lived = weakref.WeakSet[AnyState]()
+        self._held: AnyState | None = None
         self._fault: tuple[Faulty, str] | None = None
         self._closed = False
         self._under_way: str | None = None
@@ -55,10 +62,11 @@ class Ledger:
     def advance(self, state: AnyState) -> None:
         """From now on `state`, this very object, is the living one."""
         self._living = weakref.ref(state)
+        self._lived.add(state)
 
     def close(self) -> None:
         """Leaves no living state behind."""
-        self._living, self._closed = None, True
+        self._living, self._held, self._closed = None, None, True
 
     def fault(self) -> Faulty | None:
         """What is poisoned."""
@@ -66,7 +74,12 @@ class Ledger:
 
     def heal(self) -> None:
         """The engine has been brought to rest."""
-        self._fault = None
+        self._fault = self._held = None
+
+    def last_held(self, state: AnyState) -> AnyState:
+        """The living state, while the engine is poisoned, for one that led to it and has the same Actor and old axes; else `state`."""
+        living = self._held
+        return state if living is None or state not in self._lived or joint_of(state)[2:] != joint_of(living)[2:] else living
 
     def admit(self, edge: "Edge", state: AnyState) -> None:
         """Raises unless `state` lives and nothing stands in the way of a step; see the module's head."""
@@ -79,14 +92,13 @@ class Ledger:
         if self._fault is not None:
             self._refuse_poisoned(edge, *self._fault)
 
-    @contextlib.contextmanager
-    def under_way(self, step: str) -> Generator[None]:
-        """While a transition runs, no other step is admitted."""
+    def begin(self, step: str) -> None:
+        """Until `end`, no other step is admitted: steps are taken one at a time, and compositions of them are plain functions."""
         self._under_way = step
-        try:
-            yield
-        finally:
-            self._under_way = None
+
+    def end(self) -> None:
+        """The step that was begun is over, however it ended."""
+        self._under_way = None
 
     @contextlib.contextmanager
     def irreversible(self, part: Faulty, *, but: tuple[type[Exception], ...] = ()) -> Generator[None]:
@@ -100,7 +112,7 @@ class Ledger:
         except but:
             raise
         except BaseException as error:
-            self._fault = (part, f"{type(error).__name__}: {error}")
+            self._fault, self._held = (part, f"{type(error).__name__}: {error}"), self.living()
             if not isinstance(error, Exception):
                 raise
             if part == "engine":
@@ -157,10 +169,10 @@ class Edge:
             raise IllegalStep(f"{self.name}(state) needs a RuntimeState, got {type(state).__name__}")
         devices, (engine, weights, actor, old) = state.devices, self.before
         devices.ledger.admit(self, state)
-        if not (type(state.engine) in engine and type(state.weights) in weights and type(state.actor) in actor and type(state.old) in old):
-            raise IllegalStep(_refusal(self, state))
         if self.name in devices.cannot:
             raise IllegalStep(f"{self.name}(state): {devices.cannot[self.name]}\n  legal now: {', '.join(legal(state))}")
+        if not (type(state.engine) in engine and type(state.weights) in weights and type(state.actor) in actor and type(state.old) in old):
+            raise IllegalStep(_refusal(self, state))
         devices.enter(self.name, state.generation)
         return devices
 
@@ -181,7 +193,10 @@ def transition(step: F) -> F:
 
 
 def recovery(step: F) -> F:
-    """Like `transition`, but also admitted while the engine is poisoned; the poison is gone when it returns."""
+    """Like `transition`, but also admitted while the engine is poisoned; the poison is gone when it returns.
+
+    It may then be given the last state that is still held, where the living one was dropped by the failure: see `Ledger`.
+    """
     return _consuming(step, "recovery")
 
 
@@ -191,11 +206,8 @@ def observation(step: F) -> F:
 
     @functools.wraps(step)
     def run(state: AnyState, /, *args: Any, **kwargs: Any) -> Any:
-        devices = edge.admit(state)
-        try:
+        with _taken(edge, state):
             return step(state, *args, **kwargs)
-        finally:
-            devices.leave(edge.name)
 
     return typing.cast(F, run)
 
@@ -224,15 +236,13 @@ def _consuming(step: F, kind: Kind) -> F:
 
     @functools.wraps(step)
     def run(state: AnyState, /, *args: Any, **kwargs: Any) -> Any:
-        devices = edge.admit(state)
-        ledger = devices.ledger
-        try:
-            with ledger.under_way(edge.name):
-                result = step(state, *args, **kwargs)
-        finally:
-            devices.leave(edge.name)
+        if kind == "recovery" and type(state) is RuntimeState:
+            state = state.devices.ledger.last_held(state)
+        with _taken(edge, state):
+            result = step(state, *args, **kwargs)
         follower = result[0] if type(result) is tuple else result
         _check_follower(edge, state, follower)
+        ledger = state.devices.ledger
         if kind == "recovery":
             ledger.heal()
         ledger.advance(follower)
@@ -241,10 +251,26 @@ def _consuming(step: F, kind: Kind) -> F:
     return typing.cast(F, run)
 
 
+@contextlib.contextmanager
+def _taken(edge: Edge, state: AnyState) -> Generator[None]:
+    devices = edge.admit(state)
+    devices.ledger.begin(edge.name)
+    try:
+        yield
+    finally:
+        devices.ledger.end()
+        devices.leave(edge.name)
+
+
 def _check_follower(edge: Edge, state: AnyState, follower: AnyState) -> None:
-    assert type(follower) is RuntimeState, f"{edge.name} must return a state made by `then`, or a tuple that starts with one"
-    assert follower.generation == state.generation + 1, f"{edge.name} must make its state from the one it was given, by one `then`"
-    assert joint_of(follower) == edge.apply(joint_of(state)), f"{edge.name} returned {describe(follower)}, against its annotation"
+    """Raises `BrokenInvariant` where a step, maybe one of yours, returns what it must not."""
+    if type(follower) is not RuntimeState:
+        what = type(follower).__name__
+        raise BrokenInvariant(f"{edge.name} returned a {what}: return a state made by `then`, or a tuple that starts with one")
+    if follower.devices is not state.devices or follower.generation != state.generation + 1:
+        raise BrokenInvariant(f"{edge.name} returned {describe(follower)} for {describe(state)}: make it from that state, by one `then`")
+    if joint_of(follower) != edge.apply(joint_of(state)):
+        raise BrokenInvariant(f"{edge.name} returned {describe(follower)} for {describe(state)}, against its annotation")
 
 
 # ---- the table ----
@@ -274,15 +300,16 @@ def legal(state: AnyState) -> tuple[str, ...]:
     return tuple(e.name for e in TABLE.values() if e.kind in kinds and e.allows(joint) and e.name not in cannot)
 
 
-def route(start: Joint, edge: Edge) -> list[Edge] | None:
-    """The fewest transitions that lead from `start` to where `edge` may be taken; None if nothing does."""
+def route(start: Joint, edge: Edge, *, without: Container[str] = ()) -> list[Edge] | None:
+    """The fewest transitions that lead from `start` to where `edge` may be taken, none of them named in `without`; None if nothing does."""
     queue, came = collections.deque([start]), dict[Joint, tuple[Joint, Edge] | None]({start: None})
     while queue:
         here = queue.popleft()
         if edge.allows(here):
             return _walked(here, came)
-        for step in TABLE.values():
-            if step.kind == "transition" and step.allows(here) and (there := step.apply(here)) not in came:
+        for step in (e for e in TABLE.values() if e.kind == "transition" and e.name not in without and e.allows(here)):
+            there = step.apply(here)
+            if there not in came:
                 came[there] = (here, step)
                 queue.append(there)
     return None
@@ -301,11 +328,11 @@ def _refusal(edge: Edge, state: AnyState) -> str:
     wrong = [i for i, axis in enumerate(joint) if axis not in edge.before[i]]
     lines = [f"{edge.name}(state): the state is {describe(state)}", f"  it needs {needs(edge)}"]
     lines += [f"  {AXES[i][0]} is {joint[i].__name__}, and must be {names(edge.before[i])}" for i in wrong]
-    way = route(joint, edge)
+    if all(edge.after[i] is joint[i] for i in wrong):
+        lines.append(f"  leave it out: {edge.name} gives {' and '.join(joint[i].__name__ for i in wrong)}, and that is so already; or")
+    way = route(joint, edge, without=state.devices.cannot)
     if way is not None:
         lines += ["  write instead:", *(f"    {written(step)}" for step in [*way, edge])]
-    if all(edge.after[i] is joint[i] for i in wrong):
-        lines.append(f"  or leave it out: {edge.name} gives {' and '.join(joint[i].__name__ for i in wrong)}, and that is so already")
     return "\n".join([*lines, f"  legal now: {', '.join(legal(state)) or 'nothing'}"])
 
 
@@ -381,7 +408,8 @@ def _becomes(before: tuple[frozenset[type], object], after: tuple[frozenset[type
 
 def _more(kind: Kind, result: Any) -> str:
     if kind == "observation":
-        return re.sub(r"(?<!^)(?=[A-Z])", "_", getattr(result, "__name__", "value")).lower()
+        name = result.__name__ if inspect.isclass(result) and result.__name__[0].isupper() else "value"
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
     return "metrics" if typing.get_origin(result) is tuple else ""
 
 

@@ -109,6 +109,8 @@ class OldLogProbs:
     def __post_init__(self) -> None:
         if self.source == "first_step" and self.steps > 1:
             raise BrokenInvariant("old log-probs of the first step stand for exactly one step")
+        if any((part.values is None) != (self.source == "first_step") for part in self.batches):
+            raise BrokenInvariant(f"old log-probs of source {self.source!r}: exactly those of 'first_step' have no values")
 
 
 # Covariant and with defaults, for the record itself; the invariant twins E, W, A, O are for functions generic in an axis.
@@ -203,6 +205,10 @@ class RuntimeState(Generic[EngineT, WeightsT, ActorT, OldT]):
         weights, old = self.weights, self.old
         if type(weights) is Fresh and weights.version != self.version:
             raise BrokenInvariant(f"Fresh({weights.version}) in a state of version {self.version}")
+        if type(weights) is Stale and weights.version is not None and weights.version >= self.version:
+            raise BrokenInvariant(f"Stale({weights.version}) in a state of version {self.version}, which is not newer")
+        if type(self.engine) is Awake and weights.version is None:
+            raise BrokenInvariant("an engine that is awake holds weights of some version")
         if type(old) is OldLogProbs and old.version > self.version:
             raise BrokenInvariant(f"old log-probs of version {old.version} in a state of version {self.version}")
 
