@@ -1,6 +1,7 @@
 """Records as optree nodes. The only module that names optree.
 
-A record's leaves are its tensors; every other field is metadata and must compare equal for two trees to have the same structure.
+A record's leaves are its tensors, and those of the records and tuples in its fields; every other field is metadata and must compare
+equal for two trees to have the same structure.
 Unflattening does not run `__post_init__`: trees are mapped over things that are no tensors, too.
 """
 
@@ -30,7 +31,9 @@ class _Same:
 
 
 def _is_branch(value: object) -> bool:
-    return isinstance(value, torch.Tensor) or (dc.is_dataclass(value) and type(value) in _RECORDS)
+    """Whether there are tensors, or records, below a field: those are children of its node, all else is metadata."""
+    below = cast(tuple[object, ...], value) if isinstance(value, tuple) else ()
+    return isinstance(value, torch.Tensor) or type(value) in _RECORDS or any(map(_is_branch, below))
 
 
 _RECORDS: set[type] = set()
