@@ -20,13 +20,14 @@ def generate(state: RuntimeState[Any, Any, Any, Any], prompts: Prompts, sampling
     version = state.weights.version
     assert version is not None, "an engine that is awake holds weights of some version"
     own = _requests(runtime.spec.seed, prompts, sampling, draw)
+    with runtime.lockstep.agreement():
+        _check(runtime, own, sampling)
     together = _gathered(runtime, own)
-    _check(runtime, together, sampling)
     with runtime.engine_effect():
         completions = runtime.engine.generate([request for part in together for request in part], sampling)
     first = sum(map(len, together[: runtime.world.tp_rank]))
     runtime.generated += 1
-    batch = BatchId(f"{runtime.generated}@{state.generation}")
+    batch = BatchId(f"{runtime.generated}@{state.generation} of {runtime.name}")
     return _rollouts(runtime, batch, prompts, sampling, completions[first : first + len(own)], version)
 
 
@@ -61,16 +62,15 @@ def _gathered(runtime: Runtime, own: list[Request]) -> list[list[Request]]:
     return together
 
 
-def _check(runtime: Runtime, together: Sequence[Sequence[Request]], sampling: Sampling) -> None:
-    """Raises `BadInput` for a request that the engine cannot hold, on every rank of the TP group alike."""
+def _check(runtime: Runtime, own: Sequence[Request], sampling: Sampling) -> None:
+    """Raises `BadInput` for a request that the engine cannot hold."""
     limit = runtime.engine.max_model_len
-    for rank, part in enumerate(together):
-        for row, request in enumerate(part):
-            if not request.tokens or len(request.tokens) + sampling.max_new_tokens > limit:
-                raise BadInput(
-                    f"generate(state, …): prompt {row // sampling.samples} of TP rank {rank} has {len(request.tokens)} tokens; it needs at "
-                    f"least 1, and with max_new_tokens={sampling.max_new_tokens} at most the engine's max_model_len={limit}"
-                )
+    for row, request in enumerate(own):
+        if not request.tokens or len(request.tokens) + sampling.max_new_tokens > limit:
+            raise BadInput(
+                f"generate(state, …): prompt {row // sampling.samples} of rank {runtime.world.rank} has {len(request.tokens)} tokens; it "
+                f"needs at least 1, and with max_new_tokens={sampling.max_new_tokens} at most the engine's max_model_len={limit}"
+            )
 
 
 def _rollouts(

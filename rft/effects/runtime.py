@@ -1,6 +1,7 @@
 """What really changes, behind the opaque handle of a state. Effects take it out of the state; nobody else does."""
 
 import contextlib
+import secrets
 from collections.abc import Generator
 from typing import Any
 
@@ -28,7 +29,7 @@ class Runtime(Devices):
         self._engine = engine
         self.trace = Trace()
         self.watch = Watch(spec.probe_every, model)
-        self.generated = 0
+        self.name, self.generated = secrets.token_hex(3), 0
 
     @property
     def engine(self) -> Engine:
@@ -43,7 +44,11 @@ class Runtime(Devices):
 
     def enter(self, step: str, generation: int) -> None:
         self.trace.begin(step)
-        self.lockstep.meet(step, generation)
+        try:
+            self.lockstep.meet(step, generation)
+        except BaseException:
+            self.trace.end(step)
+            raise
 
     def leave(self, step: str) -> None:
         self.trace.end(step)
@@ -51,13 +56,8 @@ class Runtime(Devices):
     @contextlib.contextmanager
     def engine_effect(self) -> Generator[None]:
         """Marks the irreversible part of an engine's effect; at its end all ranks agree whether it went well on each of them."""
-        with self.ledger.irreversible("engine"):
-            failure = None
-            try:
-                yield
-            except Exception as error:  # noqa: BLE001 (it is raised again by `agree`, on this rank as itself)
-                failure = error
-            self.lockstep.agree(failure)
+        with self.ledger.irreversible("engine"), self.lockstep.agreement():
+            yield
 
 
 def runtime_of(state: RuntimeState[Any, Any, Any, Any]) -> Runtime:
@@ -69,7 +69,7 @@ def runtime_of(state: RuntimeState[Any, Any, Any, Any]) -> Runtime:
 def _cannot(engine: Engine | None) -> dict[str, str]:
     if engine is None:
         return dict.fromkeys(
-            ("broadcast", "wake", "recover"),
+            ("broadcast", "wake", "sleep", "sleep_keeping", "recover", "generate", "generate_stale"),
             "this launch has no rollout engine; give LaunchSpec an engine, or train with supervised_step",
         )
     if engine.keeps is None:

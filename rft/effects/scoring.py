@@ -16,8 +16,10 @@ from rft.state import BatchLogProbs, OldLogProbs, RuntimeState
 
 def compute(state: RuntimeState[Any, Any, Any, Any], rollouts: Sequence[Rollouts], max_lag: int) -> OldLogProbs:
     """By a forward pass of the Actor, at the temperature that each was sampled at."""
-    _check("compute_old_logprobs", state, rollouts, max_lag)
-    trainer = runtime_of(state).trainer
+    runtime = runtime_of(state)
+    with runtime.lockstep.agreement():
+        _check("compute_old_logprobs", state, rollouts, max_lag)
+    trainer = runtime.trainer
     batches = tuple(
         BatchLogProbs(batch=r.batch, values=trainer.logprobs(r.tokens, r.mask, r.sampling.temperature or 1.0) * r.sampled) for r in rollouts
     )
@@ -28,9 +30,10 @@ def adopt(
     state: RuntimeState[Any, Any, Any, Any], rollouts: Sequence[Rollouts], source: Literal["engine", "first_step"], max_lag: int
 ) -> OldLogProbs:
     """Without a forward pass: the sampled ones, or the new ones of the one step that is to come."""
-    if source not in ("engine", "first_step"):
-        raise BadInput(f"adopt_logprobs(state, …, source={source!r}): source must be 'engine' or 'first_step'")
-    _check("adopt_logprobs", state, rollouts, max_lag)
+    with runtime_of(state).lockstep.agreement():
+        if source not in ("engine", "first_step"):
+            raise BadInput(f"adopt_logprobs(state, …, source={source!r}): source must be 'engine' or 'first_step'")
+        _check("adopt_logprobs", state, rollouts, max_lag)
     batches = tuple(BatchLogProbs(batch=r.batch, values=r.logprobs if source == "engine" else None) for r in rollouts)
     return OldLogProbs(version=state.version, batches=batches, source=source)
 

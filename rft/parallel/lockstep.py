@@ -4,10 +4,11 @@ Before a step the ranks compare a fingerprint (its name, the state's generation,
 that took another path, or does not come before the deadline, is an error with a table of all ranks, not a hang.
 """
 
+import contextlib
 import datetime
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -56,6 +57,16 @@ class Lockstep:
         failed = [f"rank {rank}: {what}" for rank, what in enumerate(told) if what is not None]
         if failed:
             raise PeerFailed("another rank failed in this step: " + "; ".join(failed))
+
+    @contextlib.contextmanager
+    def agreement(self) -> Generator[None]:
+        """Collective when it is left: what was raised inside is raised here, and `PeerFailed` on the ranks where nothing was."""
+        failure = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (it is raised again by `agree`, on this rank as itself)
+            failure = error
+        self.agree(failure)
 
     def gather(self, value: T) -> list[T]:
         """Collective: the values of all ranks, in rank order. They travel by pickle and are to be small."""

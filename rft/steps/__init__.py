@@ -182,9 +182,7 @@ def train_step(
     Raises `WrongBatch` where the mini-batch is not of the batch in hand, `RoleError` where the optimizer is on the host,
     `NonFiniteGradient` (before anything is written), `BadInput`.
     """
-    training.check_minibatch("train_step(state, minibatch, objective)", minibatch)
-    old = scoring.join("train_step(state, minibatch, objective)", state.old, minibatch)
-    metrics = training.step("train_step(state, minibatch, objective)", state, minibatch, old, objective)
+    metrics = training.step("train_step(state, minibatch, objective)", state, minibatch, objective, state.old)
     engine, weights, version = state.engine, Stale(state.weights.version), PolicyVersion(state.version + 1)
     return then(state, engine, weights, state.actor, after_step(state.old), version=version), metrics
 
@@ -194,8 +192,7 @@ def supervised_step(
     state: RuntimeState[E, Fresh | Stale, OnDevice, O], minibatch: Minibatch, /
 ) -> tuple[RuntimeState[E, Stale, OnDevice, O], Metrics]:
     """One optimizer step of maximum likelihood on the tokens marked `sampled`; the next version begins. Raises as `train_step` does."""
-    training.check_minibatch("supervised_step(state, minibatch)", minibatch)
-    metrics = training.step("supervised_step(state, minibatch)", state, minibatch, None, supervised())
+    metrics = training.step("supervised_step(state, minibatch)", state, minibatch, supervised(), None)
     engine, weights, version = state.engine, Stale(state.weights.version), PolicyVersion(state.version + 1)
     return then(state, engine, weights, state.actor, state.old, version=version), metrics
 
