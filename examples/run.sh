@@ -8,7 +8,7 @@ environment=transformers
 case " $* " in *" --engine vllm "* | *" --engine=vllm "*) environment=vllm ;; esac
 python=$("$(command -v python3.11 || command -v python3)" tests/environments/make.py "$environment")
 
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false TQDM_DISABLE=1
 model=$("$python" examples/smollm2.py .cache/SmolLM2-135M-Instruct)
 
 case " $* " in *" --help "* | *" -h "*) exec "$python" examples/grpo_arithmetic.py --help ;; esac

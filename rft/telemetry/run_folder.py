@@ -169,6 +169,12 @@ def shown(rollouts: Rollouts, rewards: Rewards, *, count: int = 8) -> tuple[Show
     )
 
 
+def next_folder(parent: Path, name: str) -> Path:
+    """`parent/name-001`, or the next number after those that are there; nothing is made yet."""
+    numbers = [int(n) for path in parent.glob(f"{name}-*") if (n := path.name.removeprefix(f"{name}-")).isdigit()]
+    return parent / f"{name}-{max(numbers, default=0) + 1:03}"
+
+
 def versions() -> dict[str, str]:
     """What the run ran with: Python, the machine, and the packages that matter."""
     found = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}

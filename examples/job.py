@@ -1,0 +1,143 @@
+"""A whole training job around the loop of `grpo.py`: launch, measure, train, measure again, keep the model."""
+
+import dataclasses as dc
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch.distributed as dist
+import transformers
+import tyro
+from grpo import Recipe, Rest, train
+
+import rft
+from rft.data.prompts import Cursor, Dataset, Share, all_prompts, next_prompts, tokenise
+from rft.data.questions import Question
+from rft.models import find_model
+from rft.recording import record
+from rft.telemetry.logging import set_up_logging
+from rft.telemetry.run_folder import next_folder
+
+log = logging.getLogger("rft")
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is common to the jobs here; every field is an option of the command line."""
+
+    model: str
+    """A Hugging Face model folder, or a hub id. It needs a chat template."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """Samples the responses: transformers is built in, vllm is to be installed."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the computation, in training and sampling; the trained weights themselves are float32."""
+    tensor_parallel: int = 1
+    """Ranks that share one engine; vllm only."""
+    run: Path | None = None
+    """The run folder, which must not hold a run yet; by default the next free number below runs/."""
+    seed: int = 0
+    """Decides the order of the questions and every sampled token."""
+    steps: int
+    """Optimizer steps; each takes one batch of fresh responses."""
+    prompts: int
+    """Questions in a batch, on each rank."""
+    samples: int = 8
+    """Responses to each question: the group that advantages are relative to."""
+    temperature: float = 1.0
+    """Of sampling in training. Measuring is greedy."""
+    max_prompt_tokens: int
+    """Longest prompt, in tokens; a longer question is refused before anything runs."""
+    max_new_tokens: int
+    """Longest response, in tokens."""
+    lr: float
+    """AdamW's learning rate."""
+    max_grad_norm: float = 1.0
+    """The gradient's norm is clipped to this."""
+    micro_batch_tokens: int = 4096
+    """Padded tokens of one forward pass; less takes less memory."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "prompts", "max_prompt_tokens"):
+            if getattr(self, name) < 1:
+                raise rft.BadInput(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+
+    def launch_spec(self) -> rft.LaunchSpec:
+        """The runtime of this job."""
+        length = self.max_prompt_tokens + self.max_new_tokens
+        engines = {"transformers": rft.TransformersEngine, "vllm": rft.VLLMEngine}
+        return rft.LaunchSpec(
+            model=self.model,
+            engine=engines[self.engine](dtype=self.dtype, max_model_len=length),
+            trainer=rft.FSDP2Trainer(
+                dtype=self.dtype, lr=self.lr, max_grad_norm=self.max_grad_norm, micro_batch_tokens=self.micro_batch_tokens
+            ),
+            tensor_parallel=self.tensor_parallel,
+            seed=self.seed,
+        )
+
+    def sampling(self) -> rft.Sampling:
+        """How responses are drawn in training."""
+        return rft.Sampling(samples=self.samples, max_new_tokens=self.max_new_tokens, temperature=self.temperature)
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is to be learnt: questions to train on, others to measure with, and what is right."""
+
+    name: str
+    training: Sequence[Question]
+    held_out: Sequence[Question]
+    reward: rft.RewardFunction
+
+
+JobT = TypeVar("JobT", bound=Job)
+
+
+def main(kind: type[JobT], task: Callable[[JobT], Task]) -> None:
+    """Reads the job from the command line and performs it; what cannot work ends the process with the reason alone."""
+    set_up_logging()
+    transformers.logging.disable_progress_bar()
+    try:
+        job = tyro.cli(kind, description=kind.__doc__)
+        perform(job, task(job))
+    except (rft.BadInput, rft.DoesNotFit) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+def perform(job: Job, task: Task) -> None:
+    """Trains, and tells the accuracy on the held-out questions before and after."""
+    tokenizer = find_model(job.model).tokenizer
+    data, measured = (tokenise(questions, tokenizer, max_tokens=job.max_prompt_tokens) for questions in (task.training, task.held_out))
+    folder = job.run or next_folder(Path("runs"), task.name)
+    recipe = Recipe(sampling=job.sampling(), reward=task.reward, objective=rft.grpo())
+    title = f"GRPO on {task.name}: {Path(job.model).name}"
+    with rft.launch(job.launch_spec()) as state:
+        share = Share(index=dist.get_rank(), count=dist.get_world_size())
+        with record(state, folder, title=title, config=job, steps=job.steps) as run:
+            state, before = measure(state, measured, share, recipe)
+            run.note(0, {"accuracy": before})
+            state = train(state, batches(data, share, job), recipe, run)
+            state, after = measure(state, measured, share, recipe)
+            run.note(job.steps, {"accuracy": after})
+            _ = rft.export(state, folder / "model")
+    if share.index == 0:
+        log.info("accuracy on %d held-out questions: %.1f%% before, %.1f%% after", len(measured), 100 * before, 100 * after)
+        log.info("run folder: %s (report.html, metrics.jsonl, tensorboard/, model/)", folder)
+
+
+def batches(data: Dataset, share: Share, job: Job) -> Iterator[rft.Prompts]:
+    """This rank's prompts for every step."""
+    cursor = Cursor(seed=job.seed)
+    for _ in range(job.steps):
+        prompts, cursor = next_prompts(data, cursor, job.prompts, share)
+        yield prompts
+
+
+def measure(start: Rest, data: Dataset, share: Share, recipe: Recipe) -> tuple[Rest, float]:
+    """Mean reward of greedy responses, over all ranks."""
+    state = rft.refresh(start)
+    greedy = dc.replace(recipe.sampling, samples=1, temperature=0.0)
+    evaluation = rft.evaluate(state, all_prompts(data, share), greedy, recipe.reward)
+    return rft.sleep(state), evaluation.reward
