@@ -1,5 +1,6 @@
 """Drawing tokens: pure functions of logits and uniform random numbers, so that a row's draw is a matter of that row alone."""
 
+import numpy as np
 import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
@@ -12,9 +13,9 @@ BLOCK = 256
 
 
 def uniforms(seed: int, count: int) -> Float64[Tensor, "count"]:
-    """The random numbers of one response, all of them in [0, 1): they depend on its seed and on nothing else."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(count, generator=generator, dtype=torch.float64)
+    """The random numbers of one response, all of them in [0, 1): they depend on its seed (at least 0) and on nothing else."""
+    # Not torch's generator, which on a CPU takes 32 bits of a seed.
+    return torch.from_numpy(np.random.Generator(np.random.PCG64(seed)).random(count))
 
 
 def draw(

@@ -110,6 +110,8 @@ class VLLM:
     ) -> None:
         self._llm, self._sync, self._memory = llm, sync, memory
         self._spec, self._shapes, self._ends, self._vocab = spec, shapes, list(ends), vocab
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.max_model_len = spec.max_model_len
         self.keeps: Literal["device", "host"] | None = memory.keeps
         self.sync_path = sync.path
         self._bytes = weight_bytes
@@ -118,14 +120,14 @@ class VLLM:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Samples all requests. Raises `BadInput` for one that cannot be served, `EngineFailed` when asleep."""
         self._need("generate")
-        check_requests(requests, sampling, max_model_len=self._spec.max_model_len, vocab=self._vocab)
+        check_requests(requests, sampling, max_model_len=self.max_model_len, vocab=self._vocab)
         parameters = [self._parameters(request.seed, sampling) for request in requests]
         return [_completion(output) for output in self._run([r.tokens for r in requests], parameters)]
 
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:
         """log p of every token but the first, at temperature 1. Raises as `generate` does."""
         self._need("score")
-        check_sequences(sequences, max_model_len=self._spec.max_model_len - 1, vocab=self._vocab)
+        check_sequences(sequences, max_model_len=self.max_model_len - 1, vocab=self._vocab)
         from vllm import SamplingParams
 
         once = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
@@ -231,6 +233,8 @@ class VLLM:
         )
 
     def _run(self, prompts: Sequence[tuple[int, ...]], parameters: "Sequence[SamplingParams]") -> "list[RequestOutput]":
+        if not prompts:
+            return []
         ids = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
         return self._llm.generate(ids, list(parameters), use_tqdm=False)
 
