@@ -45,7 +45,7 @@ def train(start: Rest, batches: Iterable[rft.Prompts], recipe: Recipe, run: Tele
         state = rft.finish_batch(state)
 
         lengths = rollouts.sampled.sum(1).tolist()
-        means = rft.average(state, {"reward": rewards.values[rewards.valid].tolist(), "length": lengths})
+        means = rft.average(state, {"reward": rewards.values[rewards.valid].tolist(), "length": lengths, "tokens": [sum(lengths)]})
         run.samples(step, shown(rollouts, rewards))
         run.log(step, {**metrics, **means})
     return state
