@@ -83,13 +83,14 @@ def generate_on_the_second_pass(state: Ready, prompts: Prompts, sampling: Sampli
 
 
 def generate_in_a_loop_that_forgets_the_broadcast(
-    state: Ready, prompts: Prompts, sampling: Sampling, minibatch: Minibatch, objective: Objective
+    ready: Ready, prompts: Prompts, sampling: Sampling, minibatch: Minibatch, objective: Objective
 ) -> None:
+    state = ready
     while True:
         rollouts = generate(state, prompts, sampling)  # expect: reportArgumentType
-        state = compute_old_logprobs(state, rollouts)  # expect: reportAssignmentType, reportArgumentType
-        state, _metrics = train_step(state, minibatch, objective)  # expect: reportAssignmentType, reportArgumentType
-        state = finish_batch(state)  # expect: reportArgumentType
+        state = compute_old_logprobs(state, rollouts)
+        state, _metrics = train_step(state, minibatch, objective)
+        state = finish_batch(state)
 
 
 def generate_without_narrowing(state: RuntimeState, prompts: Prompts, sampling: Sampling) -> Rollouts:
