@@ -29,7 +29,7 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
         joined = dist.is_initialized()
         world = open_world(spec.tensor_parallel, timeout_s=spec.deadline_s)
         if not joined:
-            _ = stack.callback(dist.destroy_process_group)
+            _ = stack.callback(_leave_world)
         lockstep = Lockstep(world, spec.deadline_s)
         stack.enter_context(last_words(lockstep.table))
         engine = None
@@ -43,6 +43,11 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
         trainer = _built(lockstep, lambda: spec.trainer.build(model, world))
         _ = stack.callback(trainer.close)
         yield Runtime(spec=spec, model=model, world=world, trainer=trainer, engine=engine, lockstep=lockstep)
+
+
+def _leave_world() -> None:
+    if dist.is_initialized():  # an engine that is closed may have taken the world with it
+        dist.destroy_process_group()
 
 
 def _built(lockstep: Lockstep, build: Callable[[], T]) -> T:
