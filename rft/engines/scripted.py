@@ -38,9 +38,9 @@ class ScriptedEngine:
         self.keeps: Literal["device", "host"] | None = keeps
         self.weights: dict[str, Tensor] | None = None
         self.awake = False
-        self._mapped, self._faults = False, faults
-        self._sizes = weight_bytes, cache_bytes
-        self._prefixes = dict[tuple[int, ...], float]()
+        self.mapped, self._faults = False, faults
+        self.sizes = weight_bytes, cache_bytes
+        self.prefixes = dict[tuple[int, ...], float]()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         self._pass("generate")
@@ -52,18 +52,21 @@ class ScriptedEngine:
 
     def sleep(self, weights: Keeping) -> None:
         self._pass("sleep")
+        if weights == "keep" and self.keeps is None:
+            raise RuntimeError("this engine cannot keep its weights")
         self.awake = False
+        self.mapped = self.mapped and weights == "keep" and self.keeps == "device"
         if weights == "release":
-            self.weights, self._mapped = None, False
+            self.weights = None
 
     def wake_weights(self) -> None:
         self._pass("wake_weights")
-        self._mapped = True
+        self.mapped = True
 
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> Mapping[str, int]:
         self._pass("load")
         received = {name: tensor.clone() for name, tensor in tensors}
-        if not self._mapped:
+        if not self.mapped:
             raise SyncFailed("the engine's weights are not mapped")
         self.weights = received
         self._pass("load")
@@ -75,21 +78,21 @@ class ScriptedEngine:
 
     def wake_cache(self) -> None:
         self._pass("wake_cache")
-        if self.weights is None:
+        if self.weights is None or not self.mapped:
             raise RuntimeError("there are no weights to fill the cache with")
         self.awake = True
 
     def flush(self) -> None:
         self._pass("flush")
-        self._prefixes.clear()
+        self.prefixes.clear()
 
     def memory(self) -> EngineMemory:
         self._pass("memory", writes=False)
-        weights, cache = self._sizes
-        return EngineMemory(weights=weights, cache=cache, mapped=weights * self._mapped + cache * self.awake)
+        weights, cache = self.sizes
+        return EngineMemory(weights=weights, cache=cache, mapped=weights * self.mapped + cache * self.awake)
 
     def close(self) -> None:
-        self.weights, self.awake, self._mapped = None, False, False
+        self.weights, self.awake, self.mapped = None, False, False
 
     def _complete(self, request: Request, sampling: Sampling) -> Completion:
         tokens, logprobs = list(request.tokens), list[float]()
@@ -103,7 +106,7 @@ class ScriptedEngine:
         if not self.awake or self.weights is None:
             raise RuntimeError("the engine is asleep")
         total = sum(float(tensor.sum()) for tensor in self.weights.values())
-        return self._prefixes.setdefault(tokens, scripted_logprob(total, tokens))
+        return self.prefixes.setdefault(tokens, scripted_logprob(total, tokens))
 
     def _pass(self, verb: str, *, writes: bool = True) -> None:
         self._faults.pass_by("engine", verb, writes=writes)

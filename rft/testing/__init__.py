@@ -2,7 +2,7 @@
 
 from rft.testing.calls import LIBRARY, SAMPLING, Call, Stash
 from rft.testing.faults import Faults, InjectedFault
-from rft.testing.scripted import scripted_devices, scripted_launch, scripted_minibatch, scripted_prompts
+from rft.testing.scripted import scripted_devices, scripted_launch, scripted_minibatch, scripted_prompts, scripted_snapshot
 from rft.testing.walk import RuntimeWalk, walk
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "scripted_launch",
     "scripted_minibatch",
     "scripted_prompts",
+    "scripted_snapshot",
     "walk",
 ]

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import rft
-from rft.errors import RftError, RoleError, TooStale, WrongBatch
+from rft.effects.runtime import runtime_of
+from rft.errors import DoesNotFit, RftError, RoleError, TooStale, WrongBatch
 from rft.experience import Rollouts, Sampling
 from rft.ledger import TABLE, Edge
 from rft.state import ACTOR_OPTIMIZER, OldLogProbs, Role, RuntimeState
-from rft.testing.scripted import scripted_minibatch, scripted_prompts
+from rft.testing.scripted import scripted_devices, scripted_minibatch, scripted_prompts
 
 State = RuntimeState[Any, Any, Any, Any]
 SAMPLING = Sampling(samples=2, max_new_tokens=3)
@@ -107,6 +108,37 @@ def _optimizer_away(state: State, arguments: Arguments) -> Refusals:
     return _elsewhere("device")(state, ((ACTOR_OPTIMIZER,), {}))
 
 
+def _in_the_way(state: State, adding: int) -> Refusals:
+    """`DoesNotFit`, where `adding` bytes are too many for the scripted device; its parts are added up here independently."""
+    engine, trainer = scripted_devices(state).engine, scripted_devices(state).trainer
+    used = sum(size for part, size in trainer.sizes.items() if trainer.on_device[part])
+    if engine is not None:
+        used += engine.sizes[0] * engine.mapped + engine.sizes[1] * engine.awake
+    limit = runtime_of(state).spec.device_bytes
+    return {DoesNotFit} if limit is not None and used + adding > limit else set()
+
+
+def _no_room_to_send(state: State, arguments: Arguments) -> Refusals:
+    del arguments
+    engine, largest = scripted_devices(state).engine, max(tensor.nbytes for tensor in scripted_devices(state).trainer.weights.values())
+    return _in_the_way(state, largest + (0 if engine is None or engine.mapped else engine.sizes[0]))
+
+
+def _no_room_to_wake(state: State, arguments: Arguments) -> Refusals:
+    del arguments
+    engine = scripted_devices(state).engine
+    return set() if engine is None else _in_the_way(state, engine.sizes[1] + (0 if engine.mapped else engine.sizes[0]))
+
+
+def _no_room_for_the_actor(state: State, arguments: Arguments) -> Refusals:
+    del arguments
+    return _in_the_way(state, scripted_devices(state).trainer.sizes["model"])
+
+
+def _elsewhere_or_no_room(state: State, arguments: Arguments) -> Refusals:
+    return _elsewhere("host")(state, arguments) or _in_the_way(state, scripted_devices(state).trainer.sizes["optimizer"])
+
+
 def _other_batch(state: State, arguments: Arguments) -> Refusals:
     old, (minibatch, _) = state.old, arguments[0]
     if not isinstance(old, OldLogProbs):
@@ -118,17 +150,17 @@ def _other_batch(state: State, arguments: Arguments) -> Refusals:
 
 
 LIBRARY: tuple[Call, ...] = (
-    Call(rft.broadcast),
-    Call(rft.wake),
+    Call(rft.broadcast, refusals=_no_room_to_send),
+    Call(rft.wake, refusals=_no_room_to_wake),
     Call(rft.sleep),
     Call(rft.sleep_keeping),
     Call(rft.recover),
     Call(rft.generate, _prompts),
     Call(rft.generate_stale, _prompts_and_lag, _behind_engine),
     Call(rft.offload_actor),
-    Call(rft.reload_actor),
+    Call(rft.reload_actor, refusals=_no_room_for_the_actor),
     Call(rft.offload, _role, _elsewhere("device")),
-    Call(rft.reload, _role, _elsewhere("host")),
+    Call(rft.reload, _role, _elsewhere_or_no_room),
     Call(rft.compute_old_logprobs, _one_batch, _behind_rollouts),
     Call(rft.adopt_logprobs, _adopted, _behind_rollouts),
     Call(rft.train_step, _minibatch_and_objective, _other_batch),

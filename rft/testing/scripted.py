@@ -1,4 +1,4 @@
-"""A runtime of one rank whose engine and trainer are scripted: real states and real steps over exact, instant devices."""
+"""A runtime whose engine and trainer are scripted: real states and real steps over exact, instant devices."""
 
 import dataclasses as dc
 from collections.abc import Generator, Sequence
@@ -31,18 +31,25 @@ class ScriptedDevices:
 
 @beginning
 def scripted_launch(
-    *, engine: bool = True, keeps: Literal["device", "host"] | None = "device", device_bytes: int = 1 << 20, probe_every: int = 1
+    *,
+    engine: bool = True,
+    keeps: Literal["device", "host"] | None = "device",
+    device_bytes: int = 1 << 20,
+    probe_every: int = 1,
+    seed: int = 0,
+    world: World | None = None,
+    deadline_s: float = 60.0,
 ) -> Generator[RuntimeState[Asleep, Stale, OnDevice, NoOld]]:
-    """Like `launch`, in no time: one rank, no process group, scripted devices of `device_bytes`."""
-    faults = Faults()
+    """Like `launch`, in no time: scripted devices of `device_bytes` each, and one rank without process groups unless given a `world`."""
+    faults, world = Faults(), world or _alone()
     trainer = ScriptedTrainer(faults)
     runtime = Runtime(
-        spec=LaunchSpec(model="scripted", engine=None, device_bytes=device_bytes, probe_every=probe_every),
+        spec=LaunchSpec(model="scripted", engine=None, seed=seed, device_bytes=device_bytes, probe_every=probe_every),
         model=ModelFolder(Path("scripted"), None, _Tokenizer()),
-        world=_alone(),
+        world=world,
         trainer=trainer,
         engine=ScriptedEngine(faults, keeps=keeps) if engine else None,
-        lockstep=Lockstep(_alone(), 60.0),
+        lockstep=Lockstep(world, deadline_s),
     )
     yield first_state(runtime, Roles((Placement(ACTOR_OPTIMIZER, "device", trainer.bytes("optimizer")),)))
 
@@ -54,6 +61,14 @@ def scripted_devices(state: RuntimeState[Any, Any, Any, Any]) -> ScriptedDevices
     assert isinstance(trainer, ScriptedTrainer)
     assert engine is None or isinstance(engine, ScriptedEngine)
     return ScriptedDevices(engine, trainer, trainer.faults)
+
+
+def scripted_snapshot(state: RuntimeState[Any, Any, Any, Any]) -> object:
+    """Everything on the scripted devices, by value: two that are equal say that nothing was touched in between."""
+    devices = scripted_devices(state)
+    engine, trainer = devices.engine, devices.trainer
+    held = None if engine is None else (engine.awake, engine.mapped, _values(engine.weights or {}), dict(engine.prefixes))
+    return held, _values(trainer.weights), trainer.moments.tolist(), dict(trainer.on_device)
 
 
 def scripted_prompts(count: int = 2, *, epoch: int = 0) -> Prompts:
@@ -70,6 +85,10 @@ def scripted_minibatch(rollouts: Rollouts) -> Minibatch:
     """All rows of `rollouts`, with a reward and an advantage of 1 each."""
     ones = torch.ones(len(rollouts))
     return take(experience(rollouts, ones, torch.ones(rollouts.tokens.shape) * rollouts.sampled), torch.arange(len(rollouts)))
+
+
+def _values(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
 def _alone() -> World:

@@ -4,8 +4,11 @@ The walk holds, after every call:
 
 - A legal step on the living state works. Everything else raises: the right error, and nothing has changed, on no device.
 - No state that was ever made has been mutated.
-- What a state says is so: `Fresh` means that the engine holds exactly the Actor's weights, `Awake` that its cache is mapped,
-  `OnDevice` that the Actor is there; a transition changes the axes that its annotation names, and one `then`.
+- What a state says is so. `Fresh` means that the engine holds exactly the Actor's weights, `Stale(v)` that it holds those of v;
+  `Awake` that its cache is mapped; `OnDevice`, and a role's placement, that it is there. A transition changes the axes that its
+  annotation names, counts one generation, and a version if it trains.
+- Sampled log-probs are those of the weights that their version names, and old log-probs are those of the batch and version that
+  they name.
 - A failure before the first write leaves the state living. One in an engine's effect poisons the engine alone, and `recover` leads
   on from the state last held; any other poisons the runtime.
 
@@ -16,28 +19,33 @@ Use it for steps of your own:
 
     def test_my_step_keeps_the_contract():
         run_state_machine_as_test(walk(*LIBRARY, Call(my_step)))
+
+A `Call` says how to make the step's other arguments, and which errors the step must raise although the axes allow it. The walk runs on
+`scripted_launch`; `tally=Counter()` counts what it did, which tells whether it got where you wanted it.
 """
 
 import contextlib
 import copy
 import dataclasses as dc
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rft import tree
+from rft.engines.scripted import scripted_logprob
 from rft.errors import ConsumedState, EngineFailed, EnginePoisoned, IllegalStep, RftError, RuntimeClosed, RuntimePoisoned
 from rft.experience import Rollouts
-from rft.ledger import joint_of
-from rft.state import Awake, Fresh, OnDevice, RuntimeState
+from rft.ledger import joint_of, legal
+from rft.state import ACTOR_OPTIMIZER, Awake, OldLogProbs, OnDevice, RuntimeState
 from rft.steps import broadcast, generate, wake
 from rft.testing.calls import LIBRARY, SAMPLING, Arguments, Call, State
 from rft.testing.faults import InjectedFault
-from rft.testing.scripted import scripted_devices, scripted_launch, scripted_prompts
+from rft.testing.scripted import scripted_devices, scripted_launch, scripted_prompts, scripted_snapshot
 
 Disguise = Callable[[State], State]
 
@@ -56,15 +64,29 @@ DISGUISES: dict[str, Disguise] = {
 }
 """Ways to make a state that is equal and yet another object; only the first may be used."""
 
+LAUNCHES: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {},
+    {"keeps": "host"},
+    {"keeps": None},
+    {"engine": False},
+    {"device_bytes": 470},
+)
+"""Runtimes to walk on, the ordinary one most often; 470 bytes do not hold everything at a time."""
+
 disguises = st.sampled_from(["itself"] * 8 + list(DISGUISES)[1:])
-fault_points = st.one_of(st.none(), st.none(), st.integers(min_value=0, max_value=9))
+launches = st.sampled_from(LAUNCHES)
+fault_points = st.one_of(st.none(), st.none(), st.none(), st.integers(min_value=0, max_value=9))
 picks = st.integers(min_value=0, max_value=11)
+numbers = st.integers(min_value=0, max_value=1 << 16)
 
 
 class RuntimeWalk(RuleBasedStateMachine):
-    """The state machine behind `walk`; its `calls` are the steps it takes."""
+    """The state machine behind `walk`; its `calls` are the steps it takes, and `tally` counts them by name and outcome."""
 
     calls: ClassVar[tuple[Call, ...]] = LIBRARY
+    tally: ClassVar[Counter[tuple[str, str]]] = Counter()
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,30 +96,45 @@ class RuntimeWalk(RuleBasedStateMachine):
         self._living: State
         self._poison: str | None = None
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(abilities=launches)
+    def begin(self, abilities: dict[str, Any]) -> None:
         """Opens the first launch."""
-        self._launch()
+        self._launch(abilities)
 
-    @rule(which=st.integers(min_value=0), call=st.integers(min_value=0), disguise=disguises, pick=picks, fault=fault_points)
+    @rule(which=numbers, call=numbers, disguise=disguises, pick=picks, fault=fault_points)
     def any_step_on_any_state(self, which: int, call: int, disguise: str, pick: int, fault: int | None) -> None:
         """The whole of the walk: some state, some step, some arguments, perhaps a failure."""
         index = len(self._states) - 1 if which % 3 else which % len(self._states)
         self._attempt(DISGUISES[disguise](self._states[index][0]), self.calls[call % len(self.calls)], pick, fault)
 
-    @rule(call=st.integers(min_value=0), pick=picks, fault=fault_points)
+    @rule(call=numbers, pick=picks, fault=fault_points)
     def a_legal_step(self, call: int, pick: int, fault: int | None) -> None:
-        """A step that the axes allow, so that the walk gets far."""
-        legal = [c for c in self.calls if c.edge.allows(joint_of(self._living))]
-        self._attempt(self._living, legal[call % len(legal)], pick, fault)
+        """A step that the axes allow, perhaps with a failure."""
+        allowed = [c for c in self.calls if c.edge.allows(joint_of(self._living))]
+        self._attempt(self._living, allowed[call % len(allowed)], pick, fault)
 
-    @rule()
-    def lead_on(self) -> None:
-        """After a failure: recover the engine, or launch anew."""
-        if self._poison == "runtime":
-            self._launch()
-        elif self._poison == "engine":
-            self._attempt(self._living, next(c for c in self.calls if c.edge.kind == "recovery"), 0, None)
+    @precondition(lambda self: self._poison is None)
+    @rule(choices=st.lists(st.tuples(numbers, picks), min_size=2, max_size=6))
+    def some_legal_steps(self, choices: list[tuple[int, int]]) -> None:
+        """Several of them, of those that lead on, so that the walk gets far."""
+        for number, pick in choices:
+            named = legal(self._living)
+            leading_on = [c for c in self.calls if c.edge.name in named and c.edge.kind != "recovery"]
+            self._attempt(self._living, leading_on[number % len(leading_on)], pick, None)
+            self.what_the_state_says_is_so()
+
+    @precondition(lambda self: self._poison == "engine")
+    @rule(which=numbers, fault=fault_points)
+    def recover(self, which: int, fault: int | None) -> None:
+        """After a failure of the engine: from the living state, or from an older one, if that is all that is held."""
+        state = self._living if which % 2 else self._states[which % len(self._states)][0]
+        self._attempt(state, next(c for c in self.calls if c.edge.kind == "recovery"), 0, fault)
+
+    @precondition(lambda self: self._poison == "runtime")
+    @rule(abilities=launches)
+    def launch_anew(self, abilities: dict[str, Any]) -> None:
+        """After any other failure."""
+        self._launch(abilities)
 
     @invariant()
     def nothing_is_ever_mutated(self) -> None:
@@ -105,21 +142,29 @@ class RuntimeWalk(RuleBasedStateMachine):
         for state, snapshot in self._states:
             assert _snapshot(state) == snapshot
 
+    @precondition(lambda self: bool(self._states))
+    @invariant()
+    def only_the_newest_lives(self) -> None:
+        """And it may take exactly the steps that `legal` names."""
+        assert self._living.devices.ledger.living() is self._living
+        for state in (self._living, self._states[0][0]):
+            named = set(legal(state)) & {call.edge.name for call in self.calls}
+            assert named == {call.edge.name for call in self.calls if not self._refusals(state, call, None)}
+
+    @precondition(lambda self: bool(self._states) and self._poison is None)
     @invariant()
     def what_the_state_says_is_so(self) -> None:
-        """The living state's axes against the devices."""
-        if not self._states or self._poison is not None:
-            return
+        """The living state against the devices."""
         state, devices = self._living, scripted_devices(self._living)
-        engine, trainer = devices.engine, devices.trainer
-        assert engine is not None
-        assert engine.awake == (type(state.engine) is Awake)
+        trainer = devices.trainer
+        assert _every_value(trainer.weights, state.version)
         assert trainer.on_device["model"] == (type(state.actor) is OnDevice)
-        assert all(float(value) == state.version for tensor in trainer.weights.values() for value in tensor)
-        if type(state.weights) is Fresh:
-            assert engine.weights is not None
-            assert _values(engine.weights) == _values(trainer.weights)
-            assert state.weights.version == state.version
+        assert trainer.on_device["optimizer"] == (state.roles.of(ACTOR_OPTIMIZER).where == "device")
+        if devices.engine is not None:
+            assert devices.engine.awake == (type(state.engine) is Awake)
+            assert _every_value(devices.engine.weights, state.weights.version)
+        if isinstance(state.old, OldLogProbs):
+            self._check_old(state.old)
 
     def teardown(self) -> None:
         """Leaves all launches."""
@@ -129,11 +174,10 @@ class RuntimeWalk(RuleBasedStateMachine):
         """The newest, or some older ones."""
         return self._rollouts[-1] if pick % 3 else self._rollouts[pick % len(self._rollouts)]
 
-    def _launch(self) -> None:
+    def _launch(self, abilities: dict[str, Any]) -> None:
         self._launches.close()
-        state = self._launches.enter_context(scripted_launch())
-        self._poison, self._living = None, state
-        self._remember(state)
+        self._poison = None
+        self._remember(self._launches.enter_context(scripted_launch(**abilities)))
 
     def _remember(self, state: State) -> None:
         self._living = state
@@ -143,40 +187,50 @@ class RuntimeWalk(RuleBasedStateMachine):
         arguments = call.arguments(self, pick)
         faults = scripted_devices(self._living).faults
         expected = self._refusals(state, call, arguments)
-        before = _devices_snapshot(self._living)
+        before = scripted_snapshot(self._living)
         faults.arm(fault)
         try:
             result = call.step(state, *arguments[0], **arguments[1])
         except (RftError, InjectedFault) as error:
+            self.tally[call.edge.name, type(error).__name__] += 1
             self._failed(error, expected, before)
         else:
             assert not expected, f"{call.edge.name} was taken, and should have raised one of {expected}"
             assert not faults.fired(), f"{call.edge.name} hid a failure"
-            self._succeeded(call, state, result)
+            self.tally[call.edge.name, "taken"] += 1
+            self._succeeded(call, result)
         finally:
             faults.arm(None)
 
-    def _refusals(self, state: State, call: Call, arguments: Arguments) -> set[type[RftError]]:
+    def _refusals(self, state: State, call: Call, arguments: Arguments | None) -> set[type[RftError]]:
+        """Which errors the call must raise; without arguments, those that the ledger alone decides on."""
         if state.devices is not self._living.devices:
             return {RuntimeClosed}
-        if state is not self._living:
+        if state is not self._living and not (arguments and call.edge.kind == "recovery" and self._led_here(state)):
             return {ConsumedState}
         if self._poison == "runtime":
             return {RuntimePoisoned}
         if self._poison == "engine" and call.edge.kind != "recovery":
             return {EnginePoisoned}
-        return call.refusals(state, arguments) if call.edge.allows(joint_of(state)) else {IllegalStep}
+        if call.edge.name in state.devices.cannot or not call.edge.allows(joint_of(self._living)):
+            return {IllegalStep}
+        return call.refusals(self._living, arguments) if arguments else set()
+
+    def _led_here(self, state: State) -> bool:
+        """Whether `recover` takes `state` for the living one: a spent one, while the engine is poisoned, if the result's type is true."""
+        once_lived = any(state is known for known, _ in self._states)
+        return self._poison == "engine" and once_lived and joint_of(state)[2:] == joint_of(self._living)[2:]
 
     def _failed(self, error: Exception, expected: set[type[RftError]], before: object) -> None:
         faults = scripted_devices(self._living).faults
         if type(error) in expected:
-            assert _devices_snapshot(self._living) == before, "a refused step changed a device"
+            assert scripted_snapshot(self._living) == before, "a refused step changed a device"
             return
         assert faults.fired(), f"an unexpected {error!r}; expected {expected or 'none'}"
         written = next((hit for hit in faults.hits if hit.writes), None)
         if written is None:
             assert type(error) is InjectedFault
-            assert _devices_snapshot(self._living) == before, "a failure before the first write changed a device"
+            assert scripted_snapshot(self._living) == before, "a failure before the first write changed a device"
         elif written.owner == "engine":
             assert isinstance(error, EngineFailed), error
             self._poison = "engine"
@@ -184,30 +238,42 @@ class RuntimeWalk(RuleBasedStateMachine):
             assert isinstance(error, RuntimePoisoned), error
             self._poison = "runtime"
 
-    def _succeeded(self, call: Call, state: State, result: Any) -> None:
+    def _succeeded(self, call: Call, result: Any) -> None:
         if call.edge.kind == "observation":
             if isinstance(result, Rollouts):
-                assert result.versions[result.sampled].unique().tolist() in ([state.weights.version], [])
+                assert result.versions[result.sampled].unique().tolist() in ([self._living.weights.version], [])
+                assert torch.equal(result.logprobs, _exact(result, self._living.weights.version))
                 self._rollouts.append(result)
             return
         follower = result[0] if isinstance(result, tuple) else result
         assert isinstance(follower, RuntimeState)
-        assert joint_of(follower) == call.edge.apply(joint_of(state)), "the axes are not those of the annotation"
-        assert follower.generation == state.generation + 1
+        assert joint_of(follower) == call.edge.apply(joint_of(self._living)), "the axes are not those of the annotation"
+        assert follower.generation == self._living.generation + 1
         if call.edge.kind == "recovery":
             self._poison = None
         self._remember(follower)
 
+    def _check_old(self, old: OldLogProbs) -> None:
+        for part in old.batches:
+            rollouts = next(rollouts for rollouts in self._rollouts if rollouts.batch == part.batch)
+            if part.values is None:
+                assert old.source == "first_step"
+            else:
+                assert torch.equal(part.values, _exact(rollouts, old.version) if old.source == "actor" else rollouts.logprobs)
 
-def walk(*calls: Call) -> type[RuntimeWalk]:
-    """The walk over the given steps (all of `LIBRARY`, if none is given), for `run_state_machine_as_test`."""
-    return type("Walk", (RuntimeWalk,), {"calls": calls or LIBRARY})
+
+def walk(*calls: Call, tally: Counter[tuple[str, str]] | None = None) -> type[RuntimeWalk]:
+    """The walk over the given steps (all of `LIBRARY`, if none is given), for `run_state_machine_as_test`.
+
+    `tally` counts every attempt by the step's name and what came of it: `taken`, or the error's name.
+    """
+    return type("Walk", (RuntimeWalk,), {"calls": calls or LIBRARY, "tally": Counter() if tally is None else tally})
 
 
 def _foreign_rollouts() -> Rollouts:
     """Rollouts of another launch."""
     with scripted_launch() as state:
-        return dc.replace(generate(wake(broadcast(state)), scripted_prompts(), SAMPLING), batch="of another launch")
+        return generate(wake(broadcast(state)), scripted_prompts(), SAMPLING)
 
 
 def _snapshot(state: State) -> object:
@@ -215,15 +281,17 @@ def _snapshot(state: State) -> object:
     return joint_of(state), state.engine, state.weights, state.actor, state.roles, state.version, state.generation, leaves
 
 
-def _devices_snapshot(state: State) -> object:
-    """Everything on the scripted devices, by value."""
-    engine, trainer = scripted_devices(state).engine, scripted_devices(state).trainer
-    held = None if engine is None else (engine.awake, _values(engine.weights or {}))
-    return held, _values(trainer.weights), trainer.moments.tolist(), dict(trainer.on_device)
+def _every_value(tensors: dict[str, torch.Tensor] | None, expected: int | None) -> bool:
+    """Whether scripted weights are those of a version; None: that there are none."""
+    return (tensors is None) == (expected is None) and all(bool((tensor == expected).all()) for tensor in (tensors or {}).values())
 
 
-def _values(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
-    return {name: tensor.tolist() for name, tensor in tensors.items()}
+def _exact(rollouts: Rollouts, version: int) -> torch.Tensor:
+    """The log-probs of sampled tokens under the scripted weights of a version, which are `version` three times."""
+    values = torch.zeros(rollouts.tokens.shape)
+    for row, column in rollouts.sampled.nonzero().tolist():
+        values[row, column] = scripted_logprob(3.0 * version, tuple(rollouts.tokens[row, : column + 1].tolist()))
+    return values
 
 
 def refuses_pickling(state: State) -> bool:

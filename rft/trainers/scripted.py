@@ -26,7 +26,7 @@ class ScriptedTrainer:
         self.weights = {"body": torch.zeros(2), "head": torch.zeros(1)}
         self.moments = torch.zeros(3)
         self.on_device: dict[Part, bool] = {"model": True, "optimizer": True}
-        self.faults, self._sizes = faults, sizes or {"model": 128, "optimizer": 256}
+        self.faults, self.sizes = faults, sizes or {"model": 128, "optimizer": 256}
 
     def manifest(self) -> tuple[TensorSpec, ...]:
         self._pass("manifest", writes=False)
@@ -63,7 +63,7 @@ class ScriptedTrainer:
 
     def bytes(self, part: Part) -> int:
         self._pass("bytes", writes=False)
-        return self._sizes[part]
+        return self.sizes[part]
 
     def export(self, path: Path) -> None:
         self._pass("export", writes=False)
