@@ -42,8 +42,9 @@ def plain_loss(model: Any, batch: Experience, old: Tensor | None, clip: float = 
             if batch.sampled[row, t]:
                 before = new.detach() if old is None else old[row, t]
                 ratio, gain = torch.exp(new - before), float(batch.advantages[row, t])
-                bound = min(max(float(ratio), 1 - clip), 1 + clip)
-                losses.append(-(ratio * gain) if float(ratio) * gain <= bound * gain else torch.tensor(-bound * gain))
+                value = ratio.item()
+                bound = min(max(value, 1 - clip), 1 + clip)
+                losses.append(-ratio * gain if value * gain <= bound * gain else torch.tensor(-bound * gain))
     return torch.stack(losses).sum() / len(losses)
 
 

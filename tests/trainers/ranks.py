@@ -1,0 +1,240 @@
+"""What the ranks do for `test_fsdp2.py`, which compares what they saved here with a plain single-process loop.
+
+    torchrun ranks.py MODELS RESULTS
+
+Every scene returns what it saw on this rank; the results of rank r are in RESULTS/r.pt.
+"""
+
+import dataclasses as dc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rft.errors import BadInput, NonFiniteGradient, RftError
+from rft.experience import Minibatch
+from rft.models import find_model
+from rft.objectives import LossTerms, MicroBatch, Totals, grpo, supervised
+from rft.parallel.world import World, open_world
+from rft.spec import FSDP2Trainer
+from tests.trainers.batches import random_experience, rows_of, some_old
+
+MODELS, RESULTS = Path(sys.argv[1]), Path(sys.argv[2])
+PLAIN: dict[str, Any] = {"dtype": "float32", "lr": 1e-3, "max_grad_norm": float("inf")}
+SOURCE = random_experience()
+OLD = some_old(SOURCE, torch.where(SOURCE.sampled, -6.0, 0.0))
+SHARES = {1: [(0, 1, 2, 3, 4, 5, 6, 7)], 2: [(0, 1, 2, 3, 4), (5, 6, 7)]}
+IDLE = {1: [(0, 1, 2, 3, 4, 5, 6, 7)], 2: [(0, 1, 2, 3, 4, 5, 6, 7), ()]}
+FIVE_STEPS: dict[str, Any] = {
+    **PLAIN, "max_grad_norm": 1.0, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 1, "total_steps": 9
+}  # fmt: skip
+
+
+def build(world: World, model: str = "qwen2", **options: Any) -> Any:
+    return FSDP2Trainer(**{**PLAIN, **options}).build(find_model(str(MODELS / model)), world)
+
+
+def share(world: World, shares: dict[int, list[tuple[int, ...]]] = SHARES) -> tuple[Minibatch, Tensor]:
+    rows = shares[world.size][world.rank]
+    return rows_of(SOURCE, *rows), OLD[list(rows)]
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.stream_weights()}
+
+
+def watched(trainer: Any) -> dict[str, Tensor]:
+    """Fills with the whole gradient of each parameter when the optimizer is about to step."""
+    seen: dict[str, Tensor] = {}
+
+    def look(*_: Any) -> None:
+        seen.update({name: p.grad.full_tensor().clone() for name, p in trainer._model.named_parameters()})
+
+    trainer._optimizer.register_step_pre_hook(look)
+    return seen
+
+
+def gradient(world: World, model: str = "qwen2", shares: Any = SHARES, old: bool = True, **options: Any) -> Any:
+    """One step's gradient and metrics."""
+    trainer = build(world, model, **options)
+    seen = watched(trainer)
+    batch, before = share(world, shares)
+    metrics = trainer.step(batch, before if old else None, grpo())
+    return {"gradient": seen, "metrics": metrics}
+
+
+def gradients(world: World) -> Any:
+    return {
+        "whole": gradient(world),
+        "row by row": gradient(world, micro_batch_tokens=1),
+        "a few rows": gradient(world, micro_batch_tokens=30),
+        "resharded": gradient(world, micro_batch_tokens=30, keep_gathered=False),
+        "checkpointed": gradient(world, micro_batch_tokens=30, gradient_checkpointing=True),
+        "checkpointed, resharded": gradient(world, micro_batch_tokens=30, gradient_checkpointing=True, keep_gathered=False),
+        "an idle rank": gradient(world, shares=IDLE, micro_batch_tokens=30),
+        "first step": gradient(world, old=False, micro_batch_tokens=30),
+        "uneven shards": gradient(world, model="uneven", micro_batch_tokens=30),
+        "bfloat16": gradient(world, old=False, dtype="bfloat16"),
+    }
+
+
+def many_equal_micro_batches(world: World) -> Any:
+    """64 times the same row in bf16, together and alone: what adds up must not be rounded to bf16 on the way."""
+    results = []
+    for count in (64, 1):
+        trainer = build(world, dtype="bfloat16", micro_batch_tokens=1)
+        seen = watched(trainer)
+        trainer.step(rows_of(SOURCE, *[0] * count), None, grpo())
+        results.append(seen)
+    return results
+
+
+def compute_dtype(world: World) -> Any:
+    trainer = build(world, dtype="bfloat16")
+    seen: list[torch.dtype] = []
+    layer = trainer._model.model.layers[1].mlp.up_proj
+    layer.register_forward_pre_hook(lambda module, args: seen.extend([module.weight.dtype, args[0].dtype]))
+    trainer.step(*share(world), grpo())
+    return {"dtypes": seen, "masters": [spec.dtype for spec in trainer.manifest()]}
+
+
+def five_steps(world: World) -> Any:
+    """Log-probs before each step, its metrics, and the last weights."""
+    trainer = build(world, micro_batch_tokens=40, **FIVE_STEPS)
+    batch, old = share(world)
+    seen = []
+    for _ in range(5):
+        logprobs = trainer.logprobs(batch.tokens, batch.mask, batch.temperature)
+        seen.append({"logprobs": logprobs, **trainer.step(batch, old, grpo())})
+    return {"steps": seen, "weights": weights(trainer)}
+
+
+def supervised_steps(world: World) -> Any:
+    trainer = build(world)
+    return [trainer.step(share(world)[0], None, supervised()) for _ in range(3)]
+
+
+def logprobs(world: World) -> Any:
+    """On ranks with different rows, then with none on one rank, then on none at all."""
+    trainer = build(world, micro_batch_tokens=30)
+    some, idle = share(world)[0], share(world, IDLE)[0]
+    return [
+        trainer.logprobs(some.tokens, some.mask, 0.7),
+        trainer.logprobs(idle.tokens, idle.mask, 0.0),
+        trainer.logprobs(some.tokens[:0], some.mask[:0], 1.0),
+    ]
+
+
+def streams(world: World) -> Any:
+    """Manifest and stream, of models with tied and untied heads and rows that do not divide; with buckets of any size too."""
+    from rft.trainers import gathering
+
+    result: dict[str, Any] = {}
+    for model in ("qwen2", "uneven"):
+        trainer = build(world, model)
+        result[model] = {"manifest": trainer.manifest(), "weights": weights(trainer)}
+        gathering.BUCKET, bucket = 5000, gathering.BUCKET
+        result[model]["small buckets"] = weights(trainer)
+        gathering.BUCKET = bucket
+    return result
+
+
+def placement(world: World) -> Any:
+    """A trainer that goes to the host and back between steps, beside one that never does."""
+    moved, still = build(world, "uneven"), build(world, "uneven")
+    batch, old = share(world)
+    sizes = [moved.bytes("model"), moved.bytes("optimizer")]
+    streams = []
+    for _ in range(2):
+        moved.offload("optimizer")
+        refused = refusal(lambda: moved.step(batch, old, grpo()))
+        moved.offload("model")
+        refused += refusal(lambda: moved.logprobs(batch.tokens, batch.mask, 1.0))
+        held = [p.detach().to_local().untyped_storage().nbytes() for p in moved._parameters]
+        streams.append((weights(moved), weights(still)))
+        moved.reload("model")
+        moved.reload("optimizer")
+        metrics = [trainer.step(batch, old, grpo()) for trainer in (moved, still)]
+    after = [moved.bytes("model"), moved.bytes("optimizer")]
+    return {"refused": refused, "held": held, "sizes": sizes, "after": after, "metrics": metrics, "streams": streams,
+            "weights": (weights(moved), weights(still))}  # fmt: skip
+
+
+def one_rank_copies_nothing(world: World) -> Any:
+    trainer = build(world)
+    own = {p.detach().to_local().data_ptr() for p in trainer._parameters}
+    return [tensor.data_ptr() in own for _, tensor in trainer.stream_weights()]
+
+
+def export(world: World) -> Any:
+    """After a step, twice over the same folder."""
+    result = {}
+    for model in ("qwen2", "uneven"):
+        trainer = build(world, model)
+        trainer.export(RESULTS / "exported" / model)
+        trainer.step(*share(world), grpo())
+        trainer.export(RESULTS / "exported" / model)
+        result[model] = weights(trainer)
+        trainer.close()
+        trainer.close()
+    return result
+
+
+def not_finite(world: World) -> Any:
+    """A gradient of NaN on the last rank only; then a good step, beside a trainer that never saw it."""
+    hurt, well = build(world), build(world)
+    batch, old = share(world)
+
+    def broken(new: Tensor, micro: MicroBatch, totals: Totals) -> LossTerms:
+        terms = grpo()(new, micro, totals)
+        return dc.replace(terms, loss=terms.loss * float("nan")) if world.rank == world.size - 1 else terms
+
+    before = weights(hurt)
+    refused = refusal(lambda: hurt.step(batch, old, broken), NonFiniteGradient)
+    untouched = (before, weights(hurt))
+    metrics = [trainer.step(batch, old, grpo()) for trainer in (hurt, well)]
+    return {"refused": refused, "untouched": untouched, "metrics": metrics, "weights": (weights(hurt), weights(well))}
+
+
+def bad_batches(world: World) -> Any:
+    """Each is wrong on the last rank alone (but the first, which is nobody's fault), and refused on all."""
+    trainer = build(world)
+    batch, last = share(world)[0], world.rank == world.size - 1
+    hole, early = batch.mask.clone(), batch.sampled.clone()
+    hole[0, 1], early[0, 0] = False, True
+    nothing = dc.replace(batch, sampled=torch.zeros_like(batch.sampled))
+    return [
+        refusal(lambda: trainer.step(nothing, None, grpo()), BadInput),
+        refusal(lambda: trainer.step(dc.replace(batch, mask=hole) if last else batch, None, grpo()), BadInput),
+        refusal(lambda: trainer.step(dc.replace(batch, sampled=early) if last else batch, None, grpo()), BadInput),
+        refusal(lambda: trainer.logprobs(batch.tokens, hole if last else batch.mask, 1.0), BadInput),
+        trainer.step(batch, None, grpo()),
+    ]
+
+
+def refusal(call: Callable[[], Any], kind: type[RftError] = RftError) -> list[str]:
+    try:
+        call()
+    except kind as error:
+        return [f"{type(error).__name__}: {error}"]
+    return ["nothing was raised"]
+
+
+SCENES = (
+    gradients, many_equal_micro_batches, compute_dtype, five_steps, supervised_steps, logprobs, streams, placement,
+    one_rank_copies_nothing, export, not_finite, bad_batches,
+)  # fmt: skip
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world = open_world(1, timeout_s=60)
+    torch.save({scene.__name__: scene(world) for scene in SCENES}, RESULTS / f"{world.rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

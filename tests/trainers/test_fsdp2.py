@@ -1,0 +1,210 @@
+"""The FSDP2 trainer on one and on two ranks against a plain single-process loop on the same global batch."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from rft.models import find_model
+from rft.spec import FSDP2Trainer
+from rft.trainers.schedule import learning_rate
+from tests.launching import torchrun
+from tests.models import tiny_model
+from tests.trainers import oracle
+from tests.trainers.batches import random_experience, some_old
+
+SCRIPT = Path(__file__).with_name("ranks.py")
+SOURCE = random_experience()
+OLD = some_old(SOURCE, torch.where(SOURCE.sampled, -6.0, 0.0))
+SHARES = {1: [range(8)], 2: [range(5), range(5, 8)]}
+EXACT = [
+    "whole", "row by row", "a few rows", "resharded", "checkpointed", "checkpointed, resharded", "an idle rank", "first step",
+    "uneven shards",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied model, and one whose head is its own and whose rows two ranks cannot share evenly."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_model(folder / "qwen2", "qwen2", tied=True)
+    tiny_model(folder / "uneven", "llama", tied=False, vocab=321)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def seen(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What every rank saw, in rank order; and where, under `folder`."""
+    folder = tmp_path_factory.mktemp("results")
+    torchrun(SCRIPT, models, folder, ranks=request.param, timeout=240)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) | {"folder": folder} for rank in range(request.param)]
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def plain(models: Path) -> dict[str, tuple[dict[str, Tensor], float]]:
+    """Gradient and loss of the plain loop."""
+    result = {}
+    for name, model, old in (("tied", "qwen2", OLD), ("first step", "qwen2", None), ("uneven shards", "uneven", OLD)):
+        network = oracle.plain_model(models / model)
+        loss = oracle.plain_loss(network, SOURCE, old)
+        loss.backward()
+        result[name] = (oracle.gradient(network), loss.item())
+    return result
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_the_gradient_is_that_of_a_plain_loop(case: str, seen: list[dict[str, Any]], plain: dict[str, Any]) -> None:
+    expected, loss = plain.get(case, plain["tied"])
+    for result in (rank["gradients"][case] for rank in seen):
+        assert oracle.distance(result["gradient"], expected) <= 1e-5
+        assert result["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)
+        assert result["metrics"]["grad_norm"] == pytest.approx(oracle.norm(expected), rel=1e-5)
+
+
+def test_bfloat16_stays_near(seen: list[dict[str, Any]], plain: dict[str, Any]) -> None:
+    expected, loss = plain["first step"]  # where no token stands at the clip, which rounding would push over it
+    result = seen[0]["gradients"]["bfloat16"]
+    assert 1e-4 < oracle.distance(result["gradient"], expected) < 0.05
+    assert result["metrics"]["loss"] == pytest.approx(loss, abs=0.05)
+
+
+def test_bfloat16_computes_in_bfloat16_with_float32_masters(seen: list[dict[str, Any]]) -> None:
+    assert set(seen[0]["compute_dtype"]["dtypes"]) == {torch.bfloat16}
+    assert set(seen[0]["compute_dtype"]["masters"]) == {torch.float32}
+
+
+def test_micro_batches_add_up_in_float32(seen: list[dict[str, Any]]) -> None:
+    many, one = seen[0]["many_equal_micro_batches"]
+    assert oracle.distance(many, one) < 1e-6  # in bf16 the sum of 64 would be off by 1e-3 and more
+
+
+def test_all_metrics_are_those_of_the_global_batch(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        assert rank["gradients"]["whole"]["metrics"] == seen[0]["gradients"]["whole"]["metrics"]
+        for case in EXACT[:6]:
+            assert rank["gradients"][case]["metrics"] == pytest.approx(seen[0]["gradients"]["whole"]["metrics"], rel=1e-4)
+    assert seen[0]["gradients"]["first step"]["metrics"]["ratio_mean"] == pytest.approx(1.0)
+
+
+def test_five_steps_are_those_of_a_plain_loop(seen: list[dict[str, Any]], models: Path) -> None:
+    options: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 1, "total_steps": 9}
+    spec = FSDP2Trainer(**options)
+    network = oracle.plain_model(models / "qwen2")
+    optimizer = torch.optim.AdamW(network.parameters(), 0.0, spec.betas, spec.eps, spec.weight_decay, foreach=False)
+    for step in range(5):
+        before = oracle.all_logprobs(network, SOURCE)
+        loss = oracle.plain_loss(network, SOURCE, OLD)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = learning_rate(spec, step)
+        optimizer.step()
+        for rows, rank in zip(SHARES[len(seen)], seen, strict=True):
+            result = rank["five_steps"]["steps"][step]
+            torch.testing.assert_close(result["logprobs"], before[list(rows)], atol=5e-5, rtol=0)
+            assert result["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-5)
+            assert result["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+            assert result["lr"] == pytest.approx(learning_rate(spec, step))
+    expected = {name: p.detach() for name, p in network.named_parameters()}
+    assert oracle.distance(seen[0]["five_steps"]["weights"], expected) < 1e-5
+
+
+def test_supervised_steps_learn(seen: list[dict[str, Any]], models: Path) -> None:
+    table = oracle.all_logprobs(oracle.plain_model(models / "qwen2"), SOURCE)
+    losses = [metrics["loss"] for metrics in seen[0]["supervised_steps"]]
+    assert losses[0] == pytest.approx(-table[SOURCE.sampled].mean().item(), rel=1e-5)
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_logprobs_on_ranks_with_different_rows(seen: list[dict[str, Any]], models: Path) -> None:
+    network = oracle.plain_model(models / "qwen2")
+    for rows, rank in zip(SHARES[len(seen)], seen, strict=True):
+        some, idle, nothing = rank["logprobs"]
+        assert some.dtype == torch.float32
+        torch.testing.assert_close(some, at_temperature(network, 0.7)[list(rows)], atol=1e-5, rtol=0)
+        assert nothing.shape == (0, SOURCE.tokens.shape[1])
+        assert len(idle) in (0, len(SOURCE))
+    torch.testing.assert_close(seen[0]["logprobs"][1], at_temperature(network, 1.0), atol=1e-5, rtol=0)
+
+
+def at_temperature(network: Any, temperature: float) -> Tensor:
+    return oracle.all_logprobs(network, random_experience(temperature=temperature))
+
+
+@pytest.mark.parametrize("model", ["qwen2", "uneven"])
+def test_weights_stream_under_the_checkpoint_s_names(model: str, seen: list[dict[str, Any]], models: Path) -> None:
+    with safe_open(models / model / "model.safetensors", framework="pt") as saved:
+        stored = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
+    for rank in seen:
+        result = rank["streams"][model]
+        assert same(result["weights"], stored)
+        assert same(result["small buckets"], stored)
+        listed = [(spec.name, spec.shape, spec.dtype) for spec in result["manifest"]]
+        assert listed == [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in result["weights"].items()]
+
+
+def test_one_rank_streams_without_a_copy(seen: list[dict[str, Any]]) -> None:
+    assert set(seen[0]["one_rank_copies_nothing"]) == {len(seen) == 1}
+
+
+def test_going_to_the_host_and_back_changes_nothing(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        result = rank["placement"]
+        assert [what.split(":")[0] for what in result["refused"]] == ["RoleError", "RoleError"]
+        assert "optimizer" in result["refused"][0]
+        assert set(result["held"]) == {0}  # the storage is empty, not just hidden
+        for away, still in result["streams"]:
+            assert same(away, still)
+        assert result["metrics"][0] == result["metrics"][1]
+        assert same(*result["weights"])
+
+
+def test_bytes_are_those_of_the_shards(seen: list[dict[str, Any]], models: Path) -> None:
+    whole = sum(p.numel() * 4 for p in oracle.plain_model(models / "uneven").parameters())
+    for rank in seen:
+        model, optimizer = rank["placement"]["sizes"]
+        assert [model, optimizer] == rank["placement"]["after"]
+        padding = 2 * 128 * 4 if len(seen) == 2 else 0  # 321 rows of embedding and of head make two shards of 161
+        assert model == (whole + padding) // len(seen)
+        assert 2 * (model - padding) <= optimizer <= 2 * model
+
+
+def test_export_is_an_ordinary_folder(seen: list[dict[str, Any]], models: Path) -> None:
+    folder = seen[0]["folder"] / "exported"
+    assert sorted(path.name for path in folder.iterdir()) == ["qwen2", "uneven"]  # nothing is left of what was written aside
+    for model in ("qwen2", "uneven"):
+        loaded = oracle.plain_model(folder / model)
+        assert same({name: p.detach() for name, p in loaded.named_parameters()}, seen[0]["export"][model])
+        original, copy = find_model(str(models / model)), find_model(str(folder / model))
+        assert copy.config.to_dict() == original.config.to_dict() | {"_name_or_path": str(folder / model)}
+        assert copy.tokenizer.chat_template == original.tokenizer.chat_template
+        assert copy.tokenizer("What is 2 + 3?")["input_ids"] == original.tokenizer("What is 2 + 3?")["input_ids"]
+        assert loaded.generation_config.eos_token_id == 257
+
+
+def test_a_gradient_that_is_not_finite_is_refused_before_anything_moves(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        result = rank["not_finite"]
+        assert "nan" in result["refused"][0]
+        assert same(*result["untouched"])
+        assert result["metrics"][0] == result["metrics"][1]
+        assert same(*result["weights"])
+
+
+def test_bad_batches_are_refused_on_all_ranks(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        nothing, hole, early, hole_again, metrics = rank["bad_batches"]
+        assert "nothing to learn" in nothing[0]
+        for refusal, word in ((hole, "hole"), (early, "column 0 cannot be sampled"), (hole_again, "hole")):
+            assert f"rank {len(seen) - 1}: " in refusal[0]
+            assert word in refusal[0]
+        assert math.isfinite(metrics["loss"])
