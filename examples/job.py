@@ -35,7 +35,7 @@ class Job:
     """Of the computation, in training and sampling; the trained weights themselves are float32."""
     tensor_parallel: int = 1
     """Ranks that share one engine; vllm only."""
-    run: Path | None = None
+    folder: Path | None = None
     """The run folder, which must not hold a run yet; by default the next free number below runs/."""
     seed: int = 0
     """Decides the order of the questions and every sampled token."""
@@ -110,7 +110,7 @@ def perform(job: Job, task: Task) -> None:
     """Trains, and tells the accuracy on the held-out questions before and after."""
     tokenizer = find_model(job.model).tokenizer
     data, measured = (tokenise(questions, tokenizer, max_tokens=job.max_prompt_tokens) for questions in (task.training, task.held_out))
-    folder = job.run or next_folder(Path("runs"), task.name)
+    folder = job.folder or next_folder(Path("runs"), task.name)
     recipe = Recipe(sampling=job.sampling(), reward=task.reward, objective=rft.grpo())
     title = f"GRPO on {task.name}: {Path(job.model).name}"
     with rft.launch(job.launch_spec()) as state:
