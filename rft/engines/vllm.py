@@ -5,8 +5,9 @@ All ranks of a TP group pass the same requests in the same order.
 
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+import warnings
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -41,18 +42,28 @@ def build(spec: VLLMEngine, model: ModelFolder, world: World) -> "VLLM":
     heads = int(model.config.num_attention_heads)
     if heads % world.tp_size:
         raise BadInput(f"tensor_parallel={world.tp_size} does not divide the model's {heads} attention heads")
-    os.environ.update(ENVIRONMENT)
-    _ = os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    llm_class = _import()
     cpu = world.device.type == "cpu"
-    with threads_kept(), plain_layouts() if cpu else nullcontext(True) as plain:
-        llm = llm_class(**_options(spec, model, world))
+    with _quiet():
+        llm_class = _import()
+        with threads_kept(), plain_layouts() if cpu else nullcontext(True) as plain:
+            llm = llm_class(**_options(spec, model, world))
     worker = llm.collective_rpc(_itself)[0]
     shapes = shapes_of(model.config)
     sync = choose_sync(worker, shapes, getattr(torch, spec.dtype), plain=plain)
     memory = HostMemory(worker) if cpu else CudaMemory(llm)
     weight_bytes = sum(parameter.nbytes for parameter in worker.get_model().parameters())
     return VLLM(llm, spec, shapes, sync, memory, end_tokens(model), int(model.config.vocab_size), weight_bytes)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """While vLLM starts: its settings, errors alone in its log, and nothing of what its own code calls that is deprecated."""
+    os.environ.update(ENVIRONMENT)
+    _ = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with warnings.catch_warnings():
+        for category in (DeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)
+        yield
 
 
 def _import() -> "type[LLM]":

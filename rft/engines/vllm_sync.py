@@ -56,12 +56,26 @@ class ReloadSync:
         """Returns the checksum of the memory after loading."""
         # Kept until a layer is complete, while the stream may reuse its own: so each is a copy.
         self._worker.reload_weights(weights_iterator=((name, tensor.clone()) for name, tensor in tensors))
+        _process_tied(self._worker.get_model())
         return self.checksums()
 
     def checksums(self) -> Mapping[str, int]:
         """The sum over all parameters, modulo 2^63."""
         sums = [checksum(parameter) for parameter in self._worker.get_model().parameters()]
         return {WHOLE: int(torch.stack(sums).sum())}
+
+
+def _process_tied(model: torch.nn.Module) -> None:
+    """Does again, for a module that shares the weight of another, what vLLM does after loading it.
+
+    The reload takes it for a module that got nothing, since the tensor came for the other; a packed head would stay the old one.
+    """
+    seen = set[int]()
+    for module in model.modules():
+        weight, method = getattr(module, "weight", None), getattr(module, "quant_method", None)
+        if id(weight) in seen and method is not None:
+            method.process_weights_after_loading(module)
+        seen.add(id(weight))
 
 
 def choose_sync(worker: "Worker", shapes: Mapping[Names, torch.Size], dtype: torch.dtype, *, plain: bool) -> PlanSync | ReloadSync:

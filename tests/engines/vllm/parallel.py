@@ -1,0 +1,50 @@
+"""One rank of a TP or DP world: the engine loads, generates, sleeps and wakes; writes what the test compares, as JSON."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from rft.engines.protocol import Request
+from rft.engines.vllm import build
+from rft.experience import Sampling
+from rft.models import find_model
+from rft.parallel.world import open_world
+from rft.spec import VLLMEngine
+from tests.engines.contract import GREEDY, PROMPTS, requests, wake_with, weights
+
+
+def run(folder: str, tensor_parallel: int) -> dict[str, Any]:
+    world = open_world(tensor_parallel, timeout_s=60)
+    spec = VLLMEngine(dtype="float32", max_model_len=256, max_rows=8, cache_bytes=1 << 26)
+    engine = build(spec, find_model(folder), world)
+    module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    wake_with(engine, module)
+    first = engine.generate(requests(*PROMPTS), GREEDY)
+    wake_with(engine, module)
+    sampled = engine.generate([Request(tokens=PROMPTS[0], seed=s) for s in range(4)], Sampling(max_new_tokens=8))
+    sums = engine.load(iter(weights(module).items()))
+    _ = engine.load(iter({**weights(module), "model.norm.weight": torch.zeros_like(module.model.norm.weight)}.items()))
+    result = {
+        "path": engine.sync_path,
+        "greedy": [c.tokens for c in first],
+        "sampled": [c.tokens for c in sampled],
+        "weights": engine.memory().weights,
+        "differ": [name for name, value in engine.checksums().items() if value != sums[name]],
+    }
+    engine.close()
+    return result
+
+
+def main(out: Path, *cases: str) -> None:
+    """Each case is `FOLDER:TP`. One process takes them all, one after the other: starting vLLM is what costs."""
+    results = [run(folder, int(tensor_parallel)) for folder, tensor_parallel in (case.split(":") for case in cases)]
+    _ = (out / f"{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
