@@ -3,9 +3,10 @@
 import copy
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,14 @@ def load(folder: ModelFolder, *, checkpointing: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = _without_dropout(copy.deepcopy(folder.config))
-    load_model: Any = AutoModelForCausalLM.from_pretrained
+    options: dict[str, Any] = {"config": config, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model, report = load_model(folder.path, config=config, dtype=torch.float32, output_loading_info=True)
+        with _without_progress_bars():
+            model, report = cast(Any, AutoModelForCausalLM).from_pretrained(folder.path, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise BadInput(f"the weights in {folder.path} cannot be loaded: {error}") from error
-    if report["missing_keys"] or report["mismatched_keys"]:
-        lost = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    lost = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
+    if lost:
         raise BadInput(f"{folder.path} lacks weights, or has them in another shape: {', '.join(lost[:5])} ({len(lost)} in all)")
     if getattr(model, "_weight_conversions", None):
         raise BadInput(f"{type(model).__name__} is stored under other names than it has in memory; this trainer cannot stream it yet")
@@ -75,6 +77,20 @@ def write(path: Path, weights: Mapping[str, Tensor], model: Any, folder: ModelFo
         os.rename(path, before)
     os.rename(aside, path)
     shutil.rmtree(before, ignore_errors=True)
+
+
+@contextmanager
+def _without_progress_bars() -> Generator[None]:
+    """Every rank would draw one."""
+    from transformers.utils import logging
+
+    drawing = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawing:
+            logging.enable_progress_bar()
 
 
 def _without_dropout(config: Any) -> Any:

@@ -26,8 +26,9 @@ MODELS, RESULTS = Path(sys.argv[1]), Path(sys.argv[2])
 PLAIN: dict[str, Any] = {"dtype": "float32", "lr": 1e-3, "max_grad_norm": float("inf")}
 SOURCE = random_experience()
 OLD = some_old(SOURCE, torch.where(SOURCE.sampled, -6.0, 0.0))
-SHARES = {1: [(0, 1, 2, 3, 4, 5, 6, 7)], 2: [(0, 1, 2, 3, 4), (5, 6, 7)]}
-IDLE = {1: [(0, 1, 2, 3, 4, 5, 6, 7)], 2: [(0, 1, 2, 3, 4, 5, 6, 7), ()]}
+ALL = (0, 1, 2, 3, 4, 5, 6, 7)
+SHARES = {1: [ALL], 2: [(0, 1, 2, 3, 4), (5, 6, 7)], 3: [(0, 1, 2), (3,), (4, 5, 6, 7)]}
+IDLE = {1: [ALL], 2: [ALL, ()], 3: [ALL, (), ()]}
 FIVE_STEPS: dict[str, Any] = {
     **PLAIN, "max_grad_norm": 1.0, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 1, "total_steps": 9
 }  # fmt: skip
