@@ -32,7 +32,7 @@ if [ "$speed" = "not slow" ]; then
   part lint "$own" -m ruff check .
   part format "$own" -m ruff format --check .
   part types "$own" -m pyright --pythonpath "$own"
-  part import-order .venv-transformers/bin/lint-imports
+  part import-order .venv-transformers/bin/lint-imports --no-cache
 fi
 part tests "$own" -m pytest -m "$speed and not vllm"
 part tests-vllm "$with_vllm" -m pytest -m "$speed and vllm"
