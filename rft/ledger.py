@@ -170,7 +170,7 @@ class Edge:
         devices, (engine, weights, actor, old) = state.devices, self.before
         devices.ledger.admit(self, state)
         if self.name in devices.cannot:
-            raise IllegalStep(f"{self.name}(state): {devices.cannot[self.name]}\n  legal now: {', '.join(legal(state))}")
+            raise IllegalStep(f"{self.name}(state): {devices.cannot[self.name]}\n{_legal_now(state)}")
         if not (type(state.engine) in engine and type(state.weights) in weights and type(state.actor) in actor and type(state.old) in old):
             raise IllegalStep(_refusal(self, state))
         devices.enter(self.name, state.generation)
@@ -333,7 +333,11 @@ def _refusal(edge: Edge, state: AnyState) -> str:
     way = route(joint, edge, without=state.devices.cannot)
     if way is not None:
         lines += ["  write instead:", *(f"    {written(step)}" for step in [*way, edge])]
-    return "\n".join([*lines, f"  legal now: {', '.join(legal(state)) or 'nothing'}"])
+    return "\n".join([*lines, _legal_now(state)])
+
+
+def _legal_now(state: AnyState) -> str:
+    return f"  legal now: {', '.join(legal(state)) or 'nothing'}"
 
 
 def needs(edge: Edge) -> str:
@@ -348,8 +352,8 @@ def names(allowed: frozenset[type]) -> str:
 
 def written(edge: Edge) -> str:
     """A step as a line of a loop: `state, metrics = train_step(state, minibatch, objective)`."""
-    state = [] if edge.kind == "observation" else ["state"]
-    return f"{', '.join([*state, *edge.more.split()])} = {edge.call}"
+    given = [*([] if edge.kind == "observation" else ["state"]), *edge.more.split()]
+    return f"{', '.join(given)} = {edge.call}" if given else edge.call
 
 
 # ---- reading annotations ----
@@ -408,12 +412,13 @@ def _becomes(before: tuple[frozenset[type], object], after: tuple[frozenset[type
 
 def _more(kind: Kind, result: Any) -> str:
     if kind == "observation":
+        if result is types.NoneType:
+            return ""
         name = result.__name__ if inspect.isclass(result) and result.__name__[0].isupper() else "value"
         return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
     return "metrics" if typing.get_origin(result) is tuple else ""
 
 
 def _written(parameter: inspect.Parameter) -> str:
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-        return f"{parameter.name}=…"
-    return f"*{parameter.name}" if parameter.kind is inspect.Parameter.VAR_POSITIONAL else parameter.name
+    kinds = {parameter.KEYWORD_ONLY: "{}=…", parameter.VAR_POSITIONAL: "*{}", parameter.VAR_KEYWORD: "**{}"}
+    return kinds.get(parameter.kind, "{}").format(parameter.name)

@@ -24,18 +24,20 @@ class Faults:
 
     def __init__(self) -> None:
         self.hits = list[Hit]()
-        self._armed: int | None = None
+        self._armed: int | str | None = None
+        self._fired = False
 
-    def arm(self, point: int | None) -> None:
-        """The `point`-th verb reached from now on will fail; None: none will."""
-        self.hits, self._armed = [], point
+    def arm(self, point: int | str | None) -> None:
+        """The `point`-th verb reached from now on will fail, or every one of that name; None: none will."""
+        self.hits, self._armed, self._fired = [], point, False
 
     def fired(self) -> bool:
-        """Whether the armed point was reached."""
-        return self._armed is not None and len(self.hits) > self._armed
+        """Whether an armed point was reached."""
+        return self._fired
 
     def pass_by(self, owner: Owner, verb: str, *, writes: bool) -> None:
         """Called by a verb at its beginning, and once more in the middle of what it writes."""
         self.hits.append(Hit(owner, verb, writes))
-        if self._armed == len(self.hits) - 1:
+        if self._armed in (len(self.hits) - 1, verb):
+            self._fired = True
             raise InjectedFault(f"{owner}.{verb} was made to fail")
