@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from rft.shapes import checked
 
 CHUNKS = {"cpu": 1 << 18}
-CHUNK = 1 << 24
-"""Logits that are held in fp32 at a time: 64 MiB, and where there is a cache to stay in, 1 MiB."""
+CHUNK = 1 << 26
+"""Logits that are held in fp32 at a time: 256 MiB, and where there is a cache to stay in, 1 MiB."""
 
 
 @checked

@@ -32,7 +32,7 @@ from rft.spec import FSDP2Trainer
 from rft.trainers import hugging_face
 from rft.trainers.gathering import gathered
 from rft.trainers.gloo import GlooReduceScatter
-from rft.trainers.microbatches import agree, cut, share_of, to_width
+from rft.trainers.microbatches import agree, cut, gather, share_of, to_width
 from rft.trainers.protocol import Part, TensorSpec, Trainer
 from rft.trainers.schedule import learning_rate
 from rft.trainers.shelf import Shelf
@@ -112,6 +112,7 @@ class _FSDP2:
         if totals.tokens == 0:
             raise BadInput("no rank brought a sampled token to this step, so there is nothing to learn from")
         self._model.train()
+        self._optimizer.zero_grad()  # of a step that an objective broke off
         metrics: dict[str, Tensor] = {}
         for number, rows in enumerate(plan, start=1):
             micro = tree.tree_map(self._here, cut(batch, old, rows))
@@ -128,8 +129,9 @@ class _FSDP2:
         with _attention(self._spec, micro.rows.tokens):
             new = self._forward(micro.rows.tokens, micro.rows.sampled, micro.rows.temperature)
             terms = objective(new, micro, totals)
-            # FSDP averages over the ranks, and the objective has divided by the global batch already.
-            torch.autograd.backward(terms.loss * self._world.size)
+            # FSDP averages over the ranks, and the objective has divided by the global batch already. A loss that does not look at
+            # the log-probs (a filler's, say) has a gradient too, of 0: every rank runs every backward pass.
+            torch.autograd.backward(terms.loss * self._world.size + 0 * new.sum())
         return {name: value.detach() for name, value in {**terms.metrics, "loss": terms.loss}.items()}
 
     def _forward(self, tokens: Tensor, wanted: Tensor, temperature: float) -> Tensor:
@@ -165,9 +167,11 @@ class _FSDP2:
         return float(square.sqrt())
 
     def _summed(self, metrics: dict[str, Tensor]) -> dict[str, float]:
-        values = torch.stack([value.double() for value in metrics.values()]).cpu()
-        _ = dist.all_reduce(values, group=self._world.host)
-        return dict(zip(metrics, values.tolist(), strict=True))
+        own = {name: float(value) for name, value in metrics.items()}
+        told = gather(self._world, own)
+        if any(theirs.keys() != own.keys() for theirs in told):
+            raise BadInput(f"the objective gives other metrics on other ranks: {[sorted(theirs) for theirs in told]}")
+        return {name: sum(theirs[name] for theirs in told) for name in own}
 
     def _here(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._world.device)
@@ -236,6 +240,6 @@ def _local(tensors: list[Any]) -> list[Tensor]:
 def _some_rows(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Cut to the longest row, at least two columns and one row; and what is wanted of them: all but the first token."""
     width = max(2, int(mask.sum(dim=1).max()) if len(mask) else 0)
-    tokens, wanted = to_width(tokens, width), to_width(mask, width).clone()
+    tokens, wanted = to_width(tokens.masked_fill(~mask, 0), width), to_width(mask, width).clone()
     wanted[:, :1] = False
     return (tokens, wanted) if len(mask) else (tokens.new_zeros(1, width), wanted.new_zeros(1, width))

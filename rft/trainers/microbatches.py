@@ -1,6 +1,7 @@
 """Cuts every rank's rows into as many micro-batches as all the others have, and counts the global batch."""
 
 import dataclasses as dc
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from rft.objectives import MicroBatch, Totals
 from rft.parallel.batches import plan
 from rft.parallel.world import World
 from rft.state import BatchId
+
+T = TypeVar("T")
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -43,14 +46,20 @@ def agree(world: World, own: Share, budget: int) -> tuple[tuple[tuple[int, ...],
 
     Raises `BadInput` on every rank where any rank's rows cannot be used.
     """
-    shares = [own] * world.size
-    if world.size > 1:
-        dist.all_gather_object(shares, own, group=world.host)
+    shares = gather(world, own)
     problems = [f"rank {rank}: {share.problem}" for rank, share in enumerate(shares) if share.problem]
     if problems:
         raise BadInput("; ".join(problems))
     totals = Totals(tokens=sum(share.tokens for share in shares), sequences=sum(share.sequences for share in shares))
     return plan([share.lengths for share in shares], budget)[world.rank], totals
+
+
+def gather(world: World, own: T) -> list[T]:
+    """Collective: what every rank gives, in rank order. It travels by pickle and is to be small."""
+    values = [own] * world.size
+    if world.size > 1:
+        dist.all_gather_object(values, own, group=world.host)
+    return values
 
 
 def cut(batch: Minibatch, old: Float32[Tensor, "batch seq"] | None, rows: tuple[int, ...]) -> MicroBatch:
@@ -61,6 +70,7 @@ def cut(batch: Minibatch, old: Float32[Tensor, "batch seq"] | None, rows: tuple[
     part = take(batch, index)
     width = max(2, int(part.mask.sum(dim=1).max()))
     fitted = {f.name: to_width(getattr(part, f.name), width) for f in dc.fields(part) if _has_columns(getattr(part, f.name))}
+    fitted["tokens"] = fitted["tokens"].masked_fill(~fitted["mask"], 0)  # padding may be anything, and a model looks every id up
     return MicroBatch(rows=dc.replace(part, **fitted), old=None if old is None else to_width(old[index], width))
 
 

@@ -11,7 +11,7 @@ ROWS = ((9, 4), (14, 6), (5, 1), (11, 0), (17, 9), (6, 3), (12, 12), (8, 5))
 
 
 def random_experience(seed: int = 0, temperature: float = 1.0) -> Experience:
-    """Eight rows of different lengths; row 3 has a prompt of one token, row 6 sampled nothing."""
+    """Eight rows of different lengths; row 3 has a prompt of one token, row 6 sampled nothing. Padding is no token."""
     draw = torch.Generator().manual_seed(seed)
     rows, width = len(ROWS), max(length for length, _ in ROWS) + 2
     columns = torch.arange(width)
@@ -19,7 +19,7 @@ def random_experience(seed: int = 0, temperature: float = 1.0) -> Experience:
     prompts = torch.tensor([max(prompt, 1) for _, prompt in ROWS])[:, None]
     mask = columns < lengths
     sampled = mask & (columns >= prompts)
-    tokens = torch.randint(0, 250, (rows, width), generator=draw).where(mask, torch.tensor(256))
+    tokens = torch.randint(0, 250, (rows, width), generator=draw).where(mask, torch.tensor(-100))
     return Experience(
         batches=(BatchId("a"),),
         origin=torch.zeros(rows, dtype=torch.int64),

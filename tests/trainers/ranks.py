@@ -17,7 +17,7 @@ from torch import Tensor
 from rft.errors import BadInput, NonFiniteGradient, RftError
 from rft.experience import Minibatch
 from rft.models import find_model
-from rft.objectives import LossTerms, MicroBatch, Totals, grpo, supervised
+from rft.objectives import LossTerms, MicroBatch, Objective, Totals, grpo, supervised
 from rft.parallel.world import World, open_world
 from rft.spec import FSDP2Trainer
 from tests.trainers.batches import random_experience, rows_of, some_old
@@ -58,13 +58,25 @@ def watched(trainer: Any) -> dict[str, Tensor]:
     return seen
 
 
-def gradient(world: World, model: str = "qwen2", shares: Any = SHARES, old: bool = True, **options: Any) -> Any:
+def gradient(
+    world: World, model: str = "qwen2", shares: Any = SHARES, old: bool = True, objective: Objective | None = None, **options: Any
+) -> Any:
     """One step's gradient and metrics."""
     trainer = build(world, model, **options)
     seen = watched(trainer)
     batch, before = share(world, shares)
-    metrics = trainer.step(batch, before if old else None, grpo())
+    metrics = trainer.step(batch, before if old else None, objective or grpo())
     return {"gradient": seen, "metrics": metrics}
+
+
+def constant_loss(world: World) -> Any:
+    """An objective that gives a number where it finds nothing sampled; the rank without rows meets it."""
+
+    def careful(new: Tensor, micro: MicroBatch, totals: Totals) -> LossTerms:
+        terms = grpo()(new, micro, totals)
+        return terms if micro.rows.sampled.any() else dc.replace(terms, loss=torch.tensor(0.0))
+
+    return gradient(world, shares=IDLE, objective=careful)
 
 
 def gradients(world: World) -> Any:
@@ -78,6 +90,7 @@ def gradients(world: World) -> Any:
         "an idle rank": gradient(world, shares=IDLE, micro_batch_tokens=30),
         "first step": gradient(world, old=False, micro_batch_tokens=30),
         "uneven shards": gradient(world, model="uneven", micro_batch_tokens=30),
+        "a constant loss": constant_loss(world),
         "bfloat16": gradient(world, old=False, dtype="bfloat16"),
     }
 
@@ -212,8 +225,16 @@ def bad_batches(world: World) -> Any:
         refusal(lambda: trainer.step(dc.replace(batch, mask=hole) if last else batch, None, grpo()), BadInput),
         refusal(lambda: trainer.step(dc.replace(batch, sampled=early) if last else batch, None, grpo()), BadInput),
         refusal(lambda: trainer.logprobs(batch.tokens, hole if last else batch.mask, 1.0), BadInput),
+        refusal(lambda: trainer.step(batch, None, uneven_metrics(world)), BadInput) if world.size > 1 else [],
         trainer.step(batch, None, grpo()),
     ]
+
+
+def uneven_metrics(world: World) -> Objective:
+    def objective(new: Tensor, *_: Any) -> LossTerms:
+        return LossTerms(loss=new.sum(), metrics={f"of rank {world.rank}": new.detach().sum()})
+
+    return objective
 
 
 def refusal(call: Callable[[], Any], kind: type[RftError] = RftError) -> list[str]:
