@@ -13,8 +13,8 @@ from rft.parallel.world import World
 BUCKET = 256 << 20
 """Bytes of full tensors that are gathered at a time; a larger tensor has a bucket to itself."""
 
+# The same collective by the name that newer PyTorch gives it, or the one that it deprecates.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
-# ^ newer and older torch's name of the same collective
 
 Shard = tuple[str, tuple[int, ...], Tensor]
 """Name, full shape, and this rank's part: chunk number `rank` of dimension 0, as `torch.chunk` over all ranks cuts it."""

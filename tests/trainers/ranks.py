@@ -186,7 +186,7 @@ def one_rank_copies_nothing(world: World) -> Any:
 def export(world: World) -> Any:
     """After a step, twice over the same folder."""
     result = {}
-    for model in ("qwen2", "uneven"):
+    for model in ("qwen2", "uneven", "half"):
         trainer = build(world, model)
         trainer.export(RESULTS / "exported" / model)
         trainer.step(*share(world), grpo())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rft.models import find_model
@@ -30,10 +30,11 @@ EXACT = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tied model, and one whose head is its own and whose rows two ranks cannot share evenly."""
+    """A tied model, one whose head is its own and whose rows two ranks cannot share evenly, and one that is stored in bf16."""
     folder = tmp_path_factory.mktemp("models")
     tiny_model(folder / "qwen2", "qwen2", tied=True)
     tiny_model(folder / "uneven", "llama", tied=False, vocab=321)
+    tiny_model(folder / "half", "qwen2", layers=1, dtype=torch.bfloat16)
     return folder
 
 
@@ -142,8 +143,7 @@ def at_temperature(network: Any, temperature: float) -> Tensor:
 
 @pytest.mark.parametrize("model", ["qwen2", "uneven"])
 def test_weights_stream_under_the_checkpoint_s_names(model: str, seen: list[dict[str, Any]], models: Path) -> None:
-    with safe_open(models / model / "model.safetensors", framework="pt") as saved:
-        stored = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
+    stored = load_file(models / model / "model.safetensors")
     for rank in seen:
         result = rank["streams"][model]
         assert same(result["weights"], stored)
@@ -179,7 +179,7 @@ def test_bytes_are_those_of_the_shards(seen: list[dict[str, Any]], models: Path)
 
 def test_export_is_an_ordinary_folder(seen: list[dict[str, Any]], models: Path) -> None:
     folder = seen[0]["folder"] / "exported"
-    assert sorted(path.name for path in folder.iterdir()) == ["qwen2", "uneven"]  # nothing is left of what was written aside
+    assert sorted(path.name for path in folder.iterdir()) == ["half", "qwen2", "uneven"]  # nothing is left of what was written aside
     for model in ("qwen2", "uneven"):
         loaded = oracle.plain_model(folder / model)
         assert same({name: p.detach() for name, p in loaded.named_parameters()}, seen[0]["export"][model])
@@ -188,6 +188,13 @@ def test_export_is_an_ordinary_folder(seen: list[dict[str, Any]], models: Path) 
         assert copy.tokenizer.chat_template == original.tokenizer.chat_template
         assert copy.tokenizer("What is 2 + 3?")["input_ids"] == original.tokenizer("What is 2 + 3?")["input_ids"]
         assert loaded.generation_config.eos_token_id == 257
+
+
+def test_export_keeps_the_dtype_that_the_model_came_in(seen: list[dict[str, Any]]) -> None:
+    stored = load_file(seen[0]["folder"] / "exported" / "half" / "model.safetensors")
+    masters = seen[0]["export"]["half"]
+    assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
+    assert same(stored, {name: tensor.bfloat16() for name, tensor in masters.items()})
 
 
 def test_a_gradient_that_is_not_finite_is_refused_before_anything_moves(seen: list[dict[str, Any]]) -> None:
