@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rft.engines.delivery import Names
-from rft.ops.checksum import checksum, column_sums, fold
+from rft.ops.checksum import checksum
+from rft.ops.transfer import standing, transfer
 
 Load = Callable[[Iterator[tuple[str, Tensor]]], object]
 """An engine's own loading of named tensors."""
@@ -61,25 +62,19 @@ class Plan:
         for fill in self._fills:
             _ = fill.target.fill_(fill.value)
         for name, tensor in tensors:
-            read[name] = []
-            for copy in self._copies[self._aliases[name]]:
-                cast = copy.source(tensor).to(copy.target.dtype)
-                _ = copy.target.copy_(cast)
-                read[name].append(column_sums(cast))
-        return self._folded(read)
+            read[name] = [transfer(copy.target, copy.source(tensor)) for copy in self._copies[self._aliases[name]]]
+        return _together(read)
 
     def checksums(self, names: Iterator[str]) -> dict[str, int]:
         """Checksums of what lies now where the copies of each name wrote."""
-        return self._folded({name: [column_sums(c.target) for c in self._copies[self._aliases[name]]] for name in names})
+        return _together({name: [standing(copy.target) for copy in self._copies[self._aliases[name]]] for name in names})
 
-    def _folded(self, sums: Mapping[str, list[Tensor]]) -> dict[str, int]:
-        """One number a name: several copies of one tensor count together, in their order. Waits for the device once."""
-        sizes = [copy.target.nbytes for name in sums for copy in self._copies[self._aliases[name]]]
-        columns = [part for parts in sums.values() for part in parts]
-        if not columns:
-            return dict.fromkeys(sums, 0)
-        folded = iter(fold(torch.stack(columns), torch.tensor(sizes).to(columns[0].device)).tolist())
-        return {name: hash(tuple(next(folded) for _ in parts)) for name, parts in sums.items()}
+
+def _together(sums: Mapping[str, list[Tensor]]) -> dict[str, int]:
+    """One number a name: several copies of one tensor count together, in their order. Waits for the device once."""
+    parts = [part for parts in sums.values() for part in parts]
+    values = iter(torch.stack(parts).tolist() if parts else ())
+    return {name: hash(tuple(next(values) for _ in parts)) for name, parts in sums.items()}
 
 
 def record(load: Load, shapes: Mapping[Names, torch.Size], memory: Mapping[str, Tensor], dtype: torch.dtype) -> Plan:

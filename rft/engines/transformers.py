@@ -13,7 +13,7 @@ from rft.engines.requests import check_requests, check_sequences, end_tokens
 from rft.errors import BadInput, EngineFailed, MissingEngine
 from rft.experience import Sampling
 from rft.models import ModelFolder
-from rft.ops.checksum import checksum
+from rft.ops.transfer import standing, transfer
 from rft.parallel.world import World
 from rft.spec import TransformersEngine
 
@@ -90,10 +90,7 @@ class Transformers:
             self._need_weights("load")
             self._weights = "undefined"
             for name, tensor in stream:
-                slot = self._by_name[name]
-                cast = tensor.to(slot.dtype)
-                _ = slot.copy_(cast)
-                received[name] = checksum(cast)
+                received[name] = transfer(self._by_name[name], tensor.to(self._device))
         self._weights = "loaded"
         self._names = tuple(received)
         return _on_host(received)
@@ -102,7 +99,7 @@ class Transformers:
     def checksums(self) -> Mapping[str, int]:
         """Read from the weights where they lie, by the names that `load` took (before it: by the checkpoint's)."""
         self._need_weights("checksums")
-        return _on_host({name: checksum(self._by_name[name]) for name in self._names})
+        return _on_host({name: standing(self._by_name[name]) for name in self._names})
 
     def wake_cache(self) -> None:
         """Lets it generate again; there is nothing to map."""

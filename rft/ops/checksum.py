@@ -24,22 +24,19 @@ WORD = 8
 
 def checksum(tensor: Tensor) -> Int64[Tensor, ""]:
     """The checksum of a tensor's bytes in row-major order, whatever its strides; int64 on its device, without waiting for it."""
-    return fold(column_sums(tensor)[None], torch.tensor([tensor.nbytes]).to(tensor.device))[0]
-
-
-def column_sums(tensor: Tensor) -> Int64[Tensor, "4093"]:
-    """Σ over rows of the words laid out as [row, 4093], modulo 2^64."""
-    words = _words(tensor)
+    words, factors = _words(tensor), multipliers(tensor.device)
     whole = len(words) - len(words) % COLUMNS
     sums = words[:whole].view(-1, COLUMNS).sum(0)
     sums[: len(words) - whole] += words[whole:]
-    return sums
+    return (sums * factors).sum() + factors[0] * tensor.nbytes
 
 
-def fold(sums: Int64[Tensor, "tensor 4093"], sizes: Int64[Tensor, "tensor"]) -> Int64[Tensor, "tensor"]:
-    """Checksums from column sums, and from the tensors' sizes in bytes."""
-    multipliers = _multipliers(sums.device)
-    return (sums * multipliers).sum(1) + sizes * multipliers[0]
+@functools.cache
+def multipliers(device: torch.device) -> Int64[Tensor, "4093"]:
+    """The factors m_0 … m_{C-1} of the module's head, on a device."""
+    generator = torch.Generator().manual_seed(0x5EED)
+    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (COLUMNS,), generator=generator, dtype=torch.int64)
+    return (drawn | 1).to(device)
 
 
 def _words(tensor: Tensor) -> Int64[Tensor, "word"]:
@@ -50,10 +47,3 @@ def _words(tensor: Tensor) -> Int64[Tensor, "word"]:
         padded[: len(data)] = data
         data = padded
     return data.view(torch.int64)
-
-
-@functools.cache
-def _multipliers(device: torch.device) -> Int64[Tensor, "4093"]:
-    generator = torch.Generator().manual_seed(0x5EED)
-    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (COLUMNS,), generator=generator, dtype=torch.int64)
-    return (drawn | 1).to(device)
