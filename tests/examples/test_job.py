@@ -30,7 +30,7 @@ def model(tmp_path_factory):
 def finished(model, tmp_path_factory):
     """(output, run folder) of a run of two steps on two ranks."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    return torchrun(SUMS, "--model", model, "--folder", folder, *SMALL), folder
+    return torchrun(SUMS, "--model", model, "--folder", folder, *SMALL, timeout=300), folder
 
 
 def test_accuracy_is_told_before_and_after_and_only_once(finished):
@@ -123,18 +123,19 @@ def test_ctrl_c_ends_all_ranks_and_leaves_readable_files(model, tmp_path):
         )
     family = [psutil.Process(job.pid)]
     try:
-        wait_until(lambda: len(read_lines(folder / "metrics.jsonl")) > 3, 90)
+        wait_until(lambda: len(read_lines(folder / "metrics.jsonl")) > 3, 240)
         family += family[0].children(recursive=True)
         os.killpg(job.pid, signal.SIGINT)
         began = time.monotonic()
         wait_until(lambda: job.poll() is not None and not any(map(alive, family)), 30)
         assert time.monotonic() - began < 15
     finally:
-        for process in filter(alive, family):
+        for process in filter(alive, [*(family[0].children(recursive=True) if alive(family[0]) else []), *family]):
             process.kill()
     assert len(family) >= 3
     assert job.returncode != 0
     assert len(read_lines(folder / "metrics.jsonl")) > 3
+    assert "interrupted" in (tmp_path / "output").read_text()
     assert "of 1000" in (folder / "report.html").read_text()
 
 
