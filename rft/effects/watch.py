@@ -11,6 +11,7 @@ import statistics
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rft.engines.protocol import Engine
 from rft.models import ModelFolder
@@ -21,18 +22,19 @@ log = logging.getLogger("rft")
 
 TEXT = "The quick brown fox jumps over the lazy dog. What is 17 + 25? The answer is 42, and 42 is not a prime number."
 LENGTH = 32
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
-"""Largest gap of one token's log-prob, in nats, that is no alarm; by the engine's dtype."""
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.2}
+"""Largest mean gap, in nats, that is no alarm; by the engine's dtype. (Single tokens differ by up to 0.5 in bfloat16.)"""
 MEMORY, FACTOR = 16, 4.0
 """A gap is an alarm, too, if it is above FACTOR times the median of the last MEMORY, and above a hundredth of the tolerance."""
 
 
 @dc.dataclass(frozen=True, kw_only=True)
 class Gap:
-    """max |log p_engine − log p_Actor| over the probe's tokens, in nats, after a broadcast of `version`."""
+    """|log p_engine − log p_Actor| over the probe's tokens, in nats, after a broadcast of `version`."""
 
     version: PolicyVersion
-    value: float
+    mean: float
+    largest: float
     alarm: str | None
     """Why this is an alarm; None: it is none."""
 
@@ -66,9 +68,11 @@ class Watch:
             return
         tokens = torch.tensor([self._probe])
         actor = trainer.logprobs(tokens, torch.ones_like(tokens, dtype=torch.bool), 1.0)[0, 1:]
-        self._judge(version, float((torch.tensor(engine) - actor).abs().max()), TOLERANCE[dtype], after)
+        gaps = (torch.tensor(engine) - actor).abs()
+        self._judge(version, gaps, TOLERANCE[dtype], after)
 
-    def _judge(self, version: PolicyVersion, gap: float, tolerance: float, after: str) -> None:
+    def _judge(self, version: PolicyVersion, gaps: Tensor, tolerance: float, after: str) -> None:
+        gap = float(gaps.mean())
         usual = statistics.median(self._recent) if len(self._recent) == MEMORY else tolerance
         bound = min(tolerance, max(FACTOR * usual, tolerance / 100))
         alarm = None
@@ -78,7 +82,7 @@ class Watch:
             )
             log.warning("%s", alarm)
         self._recent.append(gap)
-        self.gaps.append(Gap(version=version, value=gap, alarm=alarm))
+        self.gaps.append(Gap(version=version, mean=gap, largest=float(gaps.max()), alarm=alarm))
 
 
 def _probe(tokenizer: Any) -> tuple[int, ...]:

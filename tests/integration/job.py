@@ -76,7 +76,7 @@ def main(model: str, out: str, engine: str, loop: str) -> None:
             state = learn(state, rollouts, seen)
         state = rft.broadcast(state)
         health = rft.health(state)
-        torch.save({"seen": seen, "gaps": [gap.value for gap in health.gaps]}, Path(out) / f"rank{rank}.pt")
+        torch.save({"seen": seen, "gaps": [gap.largest for gap in health.gaps]}, Path(out) / f"rank{rank}.pt")
         _ = rft.export(state, Path(out) / "model")
 
 
