@@ -1,6 +1,6 @@
 """The main job from start to end, as a user runs it, with what came of it in one line of results/main_job.jsonl.
 
-    python -m tests.benchmarks.main_job MODEL-FOLDER RUN-FOLDER RANKS [OPTIONS OF examples/grpo_arithmetic.py …]
+python -m tests.benchmarks.main_job MODEL-FOLDER RUN-FOLDER RANKS [OPTIONS OF examples/grpo_arithmetic.py …]
 """
 
 import json
