@@ -105,7 +105,7 @@ def main(kind: type[JobT], task: Callable[[JobT], Task]) -> None:
     try:
         job = tyro.cli(kind, description=kind.__doc__)
         perform(job, task(job))
-    except (rft.BadInput, rft.DoesNotFit) as error:
+    except (rft.BadInput, rft.DoesNotFit, rft.PeerFailed) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:
         log.warning("interrupted; what there is of the run is in its folder")

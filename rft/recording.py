@@ -15,21 +15,24 @@ from rft.telemetry.run_folder import Elsewhere, RunFolder, Telemetry
 
 @contextlib.contextmanager
 def record(state: RuntimeState[Any, Any, Any, Any], folder: Path, /, *, title: str, config: Any, steps: int) -> Generator[Telemetry]:
-    """Opens the folder of a run on rank 0, and nothing on the other ranks; all call it alike: `with record(state, …) as run:`.
+    """Opens the folder of a run on rank 0, and nothing on the other ranks. Collective: `with record(state, …) as run:`.
 
     Every step taken inside is a phase of the run. `config` is a dataclass, shown in the report; `steps` is how many times `log` will be
-    called. At the end, however it comes, the report is written. Raises `BadInput` where the folder holds another run.
+    called. At the end, however it comes, the report is written. Raises `BadInput` where the folder holds another run, and `PeerFailed`
+    on the other ranks then.
     """
     runtime = runtime_of(state)
-    if runtime.world.rank:
-        yield Elsewhere()
-        return
-    with RunFolder(folder, title=title, config=config, steps=steps, ranks=runtime.world.size) as run:
-        runtime.trace.followers.append(run)
-        try:
+    with contextlib.ExitStack() as stack:
+        with runtime.lockstep.agreement():
+            run = None
+            if runtime.world.rank == 0:
+                run = stack.enter_context(RunFolder(folder, title=title, config=config, steps=steps, ranks=runtime.world.size))
+        if run is None:
+            yield Elsewhere()
+        else:
+            runtime.trace.followers.append(run)
+            _ = stack.callback(runtime.trace.followers.remove, run)
             yield run
-        finally:
-            runtime.trace.followers.remove(run)
 
 
 def shown(rollouts: Rollouts, rewards: Rewards, /, *, count: int = 4) -> list[ShownSample]:

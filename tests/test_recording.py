@@ -51,6 +51,15 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_that_is_taken_is_refused_and_the_state_lives_on(tmp_path):
+    with scripted_launch() as state:
+        with record(state, tmp_path, title="t", config=Config(), steps=1):
+            pass
+        with pytest.raises(rft.BadInput, match="holds another run already"), record(state, tmp_path, title="t", config=Config(), steps=1):
+            pass
+        _ = rft.broadcast(state)
+
+
 def test_folders_are_numbered(tmp_path):
     assert next_folder(tmp_path, "sums") == tmp_path / "sums-001"
     for name in ("sums-001", "sums-009", "sums-mine", "other-020"):

@@ -3,8 +3,7 @@
 import dataclasses as dc
 import logging
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from rich.bar import Bar
@@ -106,8 +105,9 @@ class LiveView:
         self._title, self._steps, self._eta = title, steps, Eta(steps)
         self._began = time.monotonic()
         self._phase, self._phase_began = "starting", self._began
+        # What is drawn is replaced, never changed: the panel is drawn by a thread of its own.
         self._shown, self._noted = Shown(done=0, metrics={}, phases={}), dict[str, float]()
-        self._history: dict[str, deque[float]] = {}
+        self._history: dict[str, tuple[float, ...]] = {}
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
         self._live.start()
 
@@ -127,7 +127,7 @@ class LiveView:
     def note(self, metrics: Mapping[str, float]) -> None:
         """Keeps the numbers on the screen."""
         self._remember(metrics)
-        self._noted |= metrics
+        self._noted = {**self._noted, **metrics}
 
     def close(self) -> None:
         """Leaves the last panel on the screen."""
@@ -135,8 +135,8 @@ class LiveView:
         self._live.stop()
 
     def _remember(self, metrics: Mapping[str, float]) -> None:
-        for name, value in headline(metrics).items():
-            self._history.setdefault(name, deque(maxlen=HISTORY)).append(value)
+        seen = {name: (*self._history.get(name, ()), value)[-HISTORY:] for name, value in headline(metrics).items()}
+        self._history = {**self._history, **seen}
 
     def _render(self) -> RenderableType:
         body = Group(self._progress(), Text(), self._numbers(), Text(), self._times())
@@ -203,7 +203,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
-def spark(values: "deque[float]") -> str:
+def spark(values: Sequence[float]) -> str:
     """The course of a number as small bars; equal values lie in the middle, and what is not finite is left out."""
     finite = [v for v in values if abs(v) < float("inf")]
     low, high = min(finite, default=0.0), max(finite, default=0.0)

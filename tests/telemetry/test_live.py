@@ -1,6 +1,5 @@
 import io
 import logging
-from collections import deque
 
 import pytest
 from rich.console import Console
@@ -85,7 +84,7 @@ def test_number(value, shown):
     ("values", "shown"), [([], ""), ([1, 1], "▄▄"), ([0, 7], "▁█"), ([0, float("nan"), 1], "▁█"), ([0, float("inf"), 1], "▁█")]
 )
 def test_spark(values, shown):
-    assert spark(deque(values)) == shown
+    assert spark(values) == shown
 
 
 def test_log_lines_say_their_rank(monkeypatch, capsys):
