@@ -22,10 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import get_total_norm
 
 from rft import tree
-from rft.errors import BadInput, NonFiniteGradient, RoleError, ShapeError
+from rft.errors import BadInput, NonFiniteGradient, RftError, RoleError, RuntimePoisoned, ShapeError
 from rft.experience import Minibatch
 from rft.models import ModelFolder
-from rft.objectives import MicroBatch, Objective, Totals
+from rft.objectives import LossTerms, MicroBatch, Objective, Totals
 from rft.ops.logprobs import predictors, token_logprobs
 from rft.parallel.world import World
 from rft.spec import FSDP2Trainer
@@ -112,7 +112,6 @@ class _FSDP2:
         if totals.tokens == 0:
             raise BadInput("no rank brought a sampled token to this step, so there is nothing to learn from")
         self._model.train()
-        self._optimizer.zero_grad()  # of a step that an objective broke off
         metrics: dict[str, Tensor] = {}
         for number, rows in enumerate(plan, start=1):
             micro = tree.tree_map(self._here, cut(batch, old, rows))
@@ -128,7 +127,7 @@ class _FSDP2:
             self._model.set_requires_gradient_sync(last)
         with _attention(self._spec, micro.rows.tokens):
             new = self._forward(micro.rows.tokens, micro.rows.sampled, micro.rows.temperature)
-            terms = objective(new, micro, totals)
+            terms = _asked(objective, new, micro, totals)
             # FSDP averages over the ranks, and the objective has divided by the global batch already. A loss that does not look at
             # the log-probs (a filler's, say) has a gradient too, of 0: every rank runs every backward pass.
             torch.autograd.backward(terms.loss * self._world.size + 0 * new.sum())
@@ -170,6 +169,7 @@ class _FSDP2:
         own = {name: float(value) for name, value in metrics.items()}
         told = gather(self._world, own)
         if any(theirs.keys() != own.keys() for theirs in told):
+            self._optimizer.zero_grad()
             raise BadInput(f"the objective gives other metrics on other ranks: {[sorted(theirs) for theirs in told]}")
         return {name: sum(theirs[name] for theirs in told) for name in own}
 
@@ -213,6 +213,14 @@ def _shard(model: Any, spec: FSDP2Trainer, world: World) -> None:
         sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not spec.keep_gathered)
         if world.device.type == "cpu" and world.size > 1:
             sharded.set_custom_reduce_scatter(GlooReduceScatter())
+
+
+def _asked(objective: Objective, new: Tensor, micro: MicroBatch, totals: Totals) -> LossTerms:
+    """The objective's answer. Its own refusals come too late to be taken for ours: earlier micro-batches have left gradients."""
+    try:
+        return objective(new, micro, totals)
+    except RftError as error:
+        raise RuntimePoisoned(f"the objective failed in the middle of a step: {type(error).__name__}: {error}") from error
 
 
 def _attention(spec: FSDP2Trainer, tokens: Tensor) -> AbstractContextManager[object]:

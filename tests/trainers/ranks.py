@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rft.errors import BadInput, NonFiniteGradient, RftError
+from rft.errors import BadInput, NonFiniteGradient, RftError, RuntimePoisoned
 from rft.experience import Minibatch
 from rft.models import find_model
 from rft.objectives import LossTerms, MicroBatch, Objective, Totals, grpo, supervised
@@ -237,6 +237,13 @@ def uneven_metrics(world: World) -> Objective:
     return objective
 
 
+def failing_objective(world: World) -> Any:
+    def objective(new: Tensor, micro: MicroBatch, totals: Totals) -> LossTerms:
+        return grpo()(new[:, 1:], micro, totals)
+
+    return refusal(lambda: build(world).step(share(world)[0], None, objective), RuntimePoisoned)
+
+
 def refusal(call: Callable[[], Any], kind: type[RftError] = RftError) -> list[str]:
     try:
         call()
@@ -247,7 +254,7 @@ def refusal(call: Callable[[], Any], kind: type[RftError] = RftError) -> list[st
 
 SCENES = (
     gradients, many_equal_micro_batches, compute_dtype, five_steps, supervised_steps, logprobs, streams, placement,
-    one_rank_copies_nothing, export, not_finite, bad_batches,
+    one_rank_copies_nothing, export, not_finite, bad_batches, failing_objective,
 )  # fmt: skip
 
 

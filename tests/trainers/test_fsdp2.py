@@ -215,3 +215,8 @@ def test_bad_batches_are_refused_on_all_ranks(seen: list[dict[str, Any]]) -> Non
             assert word in refusal[0]
         assert len(seen) == 1 or "other metrics" in uneven[0]
         assert metrics == pytest.approx(rank["gradients"]["first step"]["metrics"], rel=1e-4, abs=1e-6)  # nothing of them stayed
+
+
+def test_an_objective_that_fails_in_the_middle_of_a_step_is_no_refusal(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        assert "ShapeError: clipped_surrogate" in rank["failing_objective"][0]
