@@ -1,12 +1,15 @@
 import dataclasses as dc
+import math
 
 import pytest
 
 import rft
-from rft.recording import record
+from rft.recording import record, shown
+from rft.rewards.scoring import score
 from rft.telemetry.records import read_lines
 from rft.telemetry.run_folder import Elsewhere, next_folder
 from rft.testing import SAMPLING, scripted_launch, scripted_prompts
+from tests.rollouts import rollouts
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard.*")
 
@@ -66,3 +69,12 @@ def test_folders_are_numbered(tmp_path):
         (tmp_path / name).mkdir()
     assert next_folder(tmp_path, "sums") == tmp_path / "sums-010"
     assert next_folder(tmp_path / "nowhere", "sums").name == "sums-001"
+
+
+def test_the_first_rows_are_shown_with_what_failed():
+    rows = rollouts(*"abcdefghij")
+    scored = score(rows, lambda s: math.nan if s.response == "b" else 1.0)
+    samples = shown(rows, scored, count=3)
+    assert [(s.question, s.response, s.answer, s.reward) for s in samples] == [("q", r, "3", None if r == "b" else 1.0) for r in "abc"]
+    assert [bool(s.note) for s in samples] == [False, True, False]
+    assert len(shown(rows, scored, count=99)) == 10

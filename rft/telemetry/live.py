@@ -16,7 +16,7 @@ from rich.text import Text
 
 log = logging.getLogger("rft")
 
-FIRST = ("reward", "accuracy", "length", "kl", "loss", "grad_norm", "tokens_per_second")
+FIRST = ("reward", "accuracy", "length", "kl", "engine_kl", "loss", "grad_norm", "tokens_per_second")
 """What is shown first, in this order, where a run logs it."""
 SPARKS = "▁▂▃▄▅▆▇█"
 HISTORY = 32
@@ -189,7 +189,7 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def label(name: str) -> str:
     """`tokens_per_second` as a person reads it."""
-    return {"tokens_per_second": "tokens/s", "kl": "KL", "grad_norm": "gradient norm"}.get(name, name.replace("_", " "))
+    return {"tokens_per_second": "tokens/s", "kl": "KL", "engine_kl": "KL to the engine", "grad_norm": "gradient norm"}.get(name, name.replace("_", " "))
 
 
 def number(value: float) -> str:

@@ -14,8 +14,6 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rft.errors import BadInput
-from rft.experience import Rollouts
-from rft.rewards.scoring import Rewards
 from rft.telemetry.live import Display, Shown, open_display
 from rft.telemetry.records import METRICS, PHASES, RUN, SAMPLES, Lines, Phase, ShownSample, flat
 from rft.telemetry.report import write_report
@@ -151,22 +149,6 @@ class RunFolder:
 
     def _now(self) -> float:
         return time.monotonic() - self._began
-
-
-def shown(rollouts: Rollouts, rewards: Rewards, *, count: int = 8) -> tuple[ShownSample, ...]:
-    """The first `count` rows as the report shows them."""
-    notes = {failure.row: failure.message for failure in rewards.failures}
-    values = [value if valid else None for value, valid in zip(rewards.values.tolist(), rewards.valid.tolist(), strict=True)]
-    return tuple(
-        ShownSample(
-            question=rollouts.questions[row],
-            response=rollouts.responses[row],
-            answer=rollouts.answers[row],
-            reward=values[row],
-            note=notes.get(row, ""),
-        )
-        for row in range(min(count, len(rollouts)))
-    )
 
 
 def next_folder(parent: Path, name: str) -> Path:

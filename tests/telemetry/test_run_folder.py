@@ -9,13 +9,11 @@ import sys
 import pytest
 
 from rft.errors import BadInput
-from rft.rewards.scoring import score
 from rft.spec import LaunchSpec
 from rft.telemetry import report
 from rft.telemetry.live import PlainLines
 from rft.telemetry.records import ShownSample, flat, read_lines
-from rft.telemetry.run_folder import RunFolder, shown, versions
-from tests.rollouts import rollouts
+from rft.telemetry.run_folder import RunFolder, versions
 
 # TensorBoard's own imports warn of what they will change.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard.*")
@@ -161,15 +159,6 @@ def test_long_runs_are_cut_and_say_so(tmp_path, monkeypatch):
     text = Page((a_run(tmp_path / "run", steps=14) / "report.html").read_text()).text
     assert "the last 2 steps" in text
     assert re.search(r"12\s+older ones are in samples.jsonl", text)
-
-
-def test_the_first_rows_are_shown_with_what_failed():
-    rows = rollouts(*"abcdefghij")
-    scored = score(rows, lambda s: math.nan if s.response == "b" else 1.0)
-    samples = shown(rows, scored, count=3)
-    assert [(s.question, s.response, s.answer, s.reward) for s in samples] == [("q", r, "3", None if r == "b" else 1.0) for r in "abc"]
-    assert [bool(s.note) for s in samples] == [False, True, False]
-    assert len(shown(rows, scored, count=99)) == 10
 
 
 def test_another_run_is_not_overwritten(tmp_path):
