@@ -69,8 +69,8 @@ def grpo(*, clip: float = 0.2, correction_cap: float | None = None) -> Objective
     engine's arithmetic differs from the trainer's. Where the old log-probs were adopted from the engine it is 1, as r itself is
     then measured against the engine.
 
-    Metrics, over the sampled tokens of the global batch: `clip_fraction`, `ratio_mean`, `kl` (k3 of old to new), and with
-    `correction_cap` also `correction_mean`. Raises `BadInput` for a clip or a cap that is not above 0.
+    Metrics, over the sampled tokens of the global batch: `clip_fraction`, `ratio_mean`, `kl` (k3 of old to new), `engine_kl`
+    (k3 of the distribution sampled from to new), and with `correction_cap` also `correction_mean`. Raises `BadInput` for a clip or a cap that is not above 0.
 
     Source: Shao et al., DeepSeekMath, https://arxiv.org/abs/2402.03300 (the mean over tokens instead of sequences: Yu et al., DAPO,
     https://arxiv.org/abs/2503.14476).
@@ -86,6 +86,7 @@ def grpo(*, clip: float = 0.2, correction_cap: float | None = None) -> Objective
             "clip_fraction": masked_mean(surrogate.clipped.float(), mask, totals.tokens),
             "ratio_mean": masked_mean(surrogate.ratio, mask, totals.tokens),
             "kl": masked_mean(k3(old, new.detach()), mask, totals.tokens),
+            "engine_kl": masked_mean(k3(micro.rows.logprobs, new.detach()), mask, totals.tokens),
         }
         loss = surrogate.loss
         if correction_cap is not None:

@@ -25,7 +25,7 @@ def sampled_tokens(rows: Minibatch) -> list[tuple[int, int]]:
 def test_grpo_against_a_loop() -> None:
     old = some_old(SOURCE, NEAR)
     terms = grpo(clip=0.1, correction_cap=1.3)(NEAR, micro(old, *range(8)), TOTALS)
-    loss = clipped = ratios = kl = corrections = 0.0
+    loss = clipped = ratios = kl = engine_kl = corrections = 0.0
     for row, t in sampled_tokens(rows_of(SOURCE, *range(8))):
         ratio, gain = math.exp(NEAR[row, t] - old[row, t]), float(SOURCE.advantages[row, t])
         weight = min(math.exp(old[row, t] - SOURCE.logprobs[row, t]), 1.3)
@@ -34,9 +34,11 @@ def test_grpo_against_a_loop() -> None:
         clipped += (bounded * gain < ratio * gain) / TOTALS.tokens
         ratios += ratio / TOTALS.tokens
         kl += (ratio - 1 - math.log(ratio)) / TOTALS.tokens
+        gap = float(NEAR[row, t] - SOURCE.logprobs[row, t])
+        engine_kl += (math.exp(gap) - 1 - gap) / TOTALS.tokens
         corrections += weight / TOTALS.tokens
     assert terms.loss.item() == pytest.approx(loss, rel=1e-5)
-    expected = {"clip_fraction": clipped, "ratio_mean": ratios, "kl": kl, "correction_mean": corrections}
+    expected = {"clip_fraction": clipped, "ratio_mean": ratios, "kl": kl, "engine_kl": engine_kl, "correction_mean": corrections}
     assert {name: value.item() for name, value in terms.metrics.items()} == pytest.approx(expected, rel=1e-4)
 
 
