@@ -42,5 +42,7 @@ def _listen(listening: socket.socket, words: Callable[[], str]) -> None:
     with listening:
         while received := listening.recv(64):
             if signal.SIGTERM in received:
-                print(f"ended by SIGTERM; where the ranks were:\n{words()}", file=sys.stderr, flush=True)
-                os._exit(128 + signal.SIGTERM)
+                try:
+                    print(f"ended by SIGTERM; where the ranks were:\n{words()}", file=sys.stderr, flush=True)
+                finally:
+                    os._exit(128 + signal.SIGTERM)

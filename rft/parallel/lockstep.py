@@ -1,12 +1,13 @@
 """All ranks at the same step, or an error that names who is where.
 
-Before a step the ranks compare a fingerprint (its name, the state's generation, a count) through a small key-value store. A rank
-that took another path, or does not come before the deadline, is an error with a table of all ranks, not a hang.
+Before a step the ranks compare a fingerprint (its name, the state's generation, a count) through the key-value store that torchrun
+keeps, which outlives every rank. A rank that took another path, or does not come before the deadline, is an error with a table of
+all ranks, not a hang. The first verdict on a meeting holds for all: a rank that comes late learns that it was given up.
 """
 
 import contextlib
 import datetime
-import functools
+import itertools
 import os
 from collections.abc import Generator, Sequence
 from typing import TypeVar
@@ -18,16 +19,21 @@ from rft.errors import PeerFailed, RanksDiverged
 from rft.parallel.world import World
 
 T = TypeVar("T")
+WELL = "all ranks are here"
 
 
 class Lockstep:
-    """The meeting place of the ranks of one launch. Opening it is collective."""
+    """The meeting place of the ranks of one launch. All ranks open theirs in the same order."""
+
+    _opened = itertools.count()
 
     def __init__(self, world: World, deadline_s: float) -> None:
         self._world, self._deadline, self._count = world, datetime.timedelta(seconds=deadline_s), 0
         self._store = self._onlooker = None
         if world.size > 1:
-            self._store, self._onlooker = _open_store(world, self._deadline)
+            # Two connections: one that waits for a key serves nobody else.
+            self._store, self._onlooker = _connection(self._deadline), _connection(self._deadline)
+            self._launch = f"rft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(Lockstep._opened)}"
         self._at = "launch"
 
     def meet(self, step: str, generation: int) -> None:
@@ -36,18 +42,19 @@ class Lockstep:
         if self._store is None:
             return
         self._store.set(self._key(self._world.rank), self._at)
-        try:
-            verdict = self._judge() if self._world.rank == 0 else self._store.get(f"{self._count}/verdict").decode()
-        except dist.DistError as error:
-            raise RanksDiverged(f"{self._late()}:\n{self.table()}") from error
-        if verdict:
+        verdict = self._judged(self._store) if self._world.rank == 0 else self._awaited(self._store)
+        if verdict != WELL:
             raise RanksDiverged(verdict)
 
     def table(self) -> str:
         """Where each rank is, as far as it has said so. Safe to call from another thread, while this one waits."""
+        own = f"  rank {self._world.rank}: {self._at}"
         if self._onlooker is None:
-            return f"  rank {self._world.rank}: {self._at}"
-        return "\n".join(f"  rank {rank}: {self._seen(self._onlooker, rank)}" for rank in range(self._world.size))
+            return own
+        try:
+            return "\n".join(f"  rank {rank}: {self._seen(self._onlooker, rank)}" for rank in range(self._world.size))
+        except dist.DistError as error:
+            return f"{own}\n  where the others are cannot be read any more: {error}"
 
     def agree(self, failure: Exception | None) -> None:
         """Collective: raises `failure` here, or `PeerFailed` where only other ranks have one. Returns if nobody has."""
@@ -75,43 +82,51 @@ class Lockstep:
             dist.all_gather_object(values, value, group=self._world.host)
         return values
 
-    def _judge(self) -> str:
-        """On rank 0: waits for all, publishes the verdict (empty: all is well), and lets the last meeting's keys go."""
-        assert self._store is not None
+    def _judged(self, store: TCPStore) -> str:
+        """On rank 0: waits for all, publishes the verdict, and lets the keys of the meeting before the last go."""
         keys = [self._key(rank) for rank in range(self._world.size)]
         try:
-            self._store.wait(keys, self._deadline)
+            store.wait(keys, self._deadline)
         except dist.DistError:
-            verdict = f"{self._late()}:\n{self.table()}"
+            verdict = self._late()
         else:
-            said: Sequence[bytes] = self._store.multi_get(keys)
-            verdict = "" if len(set(said)) == 1 else f"the ranks are not at the same step:\n{self.table()}"
-        self._store.set(f"{self._count}/verdict", verdict)
-        for rank in range(self._world.size):
-            _ = self._store.delete_key(f"{self._count - 2}/{rank}")
-        _ = self._store.delete_key(f"{self._count - 2}/verdict")
+            said: Sequence[bytes] = store.multi_get(keys)
+            verdict = WELL if len(set(said)) == 1 else f"the ranks are not at the same step:\n{self.table()}"
+        verdict = self._published(store, verdict)
+        for who in (*range(self._world.size), "verdict"):
+            _ = store.delete_key(self._key(who, self._count - 2))
         return verdict
 
+    def _awaited(self, store: TCPStore) -> str:
+        """On the others: the verdict, or that none came."""
+        try:
+            return store.get(self._key("verdict")).decode()
+        except dist.DistError:
+            return self._published(store, self._late())
+
+    def _published(self, store: TCPStore, verdict: str) -> str:
+        """The verdict that holds: this one, unless there is one already."""
+        try:
+            return bytes(store.compare_set(self._key("verdict"), "", verdict)).decode()
+        except dist.DistError:
+            return verdict
+
     def _seen(self, store: TCPStore, rank: int) -> str:
-        for count in (self._count, self._count - 1):
-            if store.check([f"{count}/{rank}"]):
-                at = store.get(f"{count}/{rank}").decode()
-                return at if count == self._count else f"not here; last seen at {at}"
+        """Where a rank is: a meeting ahead of this rank, which has not gone on yet, at the same one, or behind."""
+        for meeting, words in ((1, "already at {}"), (0, "{}"), (-1, "not here; last seen at {}")):
+            key = self._key(rank, self._count + meeting)
+            if store.check([key]):
+                return words.format(store.get(key).decode())
         return "not here"
 
     def _late(self) -> str:
-        return f"not every rank came to {self._at} within {self._deadline.total_seconds():.0f} s"
+        return f"not every rank came to {self._at} within {self._deadline.total_seconds():g} s:\n{self.table()}"
 
-    def _key(self, rank: int) -> str:
-        return f"{self._count}/{rank}"
+    def _key(self, who: int | str, count: int | None = None) -> str:
+        return f"{self._launch}/{self._count if count is None else count}/{who}"
 
 
-def _open_store(world: World, timeout: datetime.timedelta) -> tuple[TCPStore, TCPStore]:
-    """The store, and a second connection to it: a connection that waits for a key serves nobody else."""
-    host, port = os.environ["MASTER_ADDR"], [0]
-    connect = functools.partial(TCPStore, host, timeout=timeout, wait_for_workers=False)
-    master = connect(0, is_master=True) if world.rank == 0 else None
-    if master is not None:
-        port[0] = master.port
-    dist.broadcast_object_list(port, src=0, group=world.host)
-    return master or connect(port[0], is_master=False), connect(port[0], is_master=False)
+def _connection(timeout: datetime.timedelta) -> TCPStore:
+    """To the store by which the process group was made: it is torchrun's own, or rank 0's where there is no torchrun."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
