@@ -16,7 +16,7 @@ from torch import Tensor
 from rft.engines.delivery import Names, delivery, shapes_of
 from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
-from rft.engines.vllm_host import plain_layouts, threads_kept
+from rft.engines.vllm_host import no_shared_memory, plain_layouts, threads_kept
 from rft.engines.vllm_memory import CudaMemory, HostMemory
 from rft.engines.vllm_sync import PlanSync, ReloadSync, choose_sync
 from rft.errors import BadInput, EngineFailed, MissingEngine
@@ -45,7 +45,7 @@ def build(spec: VLLMEngine, model: ModelFolder, world: World) -> "VLLM":
     cpu = world.device.type == "cpu"
     with _quiet():
         llm_class = _import()
-        with threads_kept(), plain_layouts() if cpu else nullcontext(True) as plain:
+        with _on_a_cpu() if cpu else nullcontext(True) as plain:
             llm = llm_class(**_options(spec, model, world))
     worker = llm.collective_rpc(_itself)[0]
     shapes = shapes_of(model.config)
@@ -64,6 +64,13 @@ def _quiet() -> Generator[None]:
         for category in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
         yield
+
+
+@contextmanager
+def _on_a_cpu() -> Generator[bool]:
+    """Gives whether the weights' layouts stay plain."""
+    with threads_kept(), no_shared_memory(), plain_layouts() as plain:
+        yield plain
 
 
 def _import() -> "type[LLM]":
@@ -206,6 +213,7 @@ class VLLM:
         from vllm.distributed import parallel_state
 
         self._closed = True
+        self._memory.rouse(weights_mapped=self._weights_mapped, cache_mapped=self._cache_mapped)
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm, self._sync, self._memory
         parallel_state.destroy_model_parallel()

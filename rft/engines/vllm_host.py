@@ -25,16 +25,40 @@ def plain_layouts() -> Generator[bool]:
         del remove_weight
         setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010 (an attribute of vLLM's, which its forward calls)
 
-    name = "dispatch_cpu_unquantized_gemm"
-    original = getattr(utils, name, None)
+    with _replaced(utils, "dispatch_cpu_unquantized_gemm", keep) as replaced:
+        yield replaced
+
+
+@contextlib.contextmanager
+def no_shared_memory() -> Generator[bool]:
+    """While an engine is built: its TP group talks through gloo, and not through shared memory.
+
+    vLLM names that memory alike for every job under torchrun: two jobs on one machine would share it, and what a killed job leaves
+    behind makes the next one fail. Gives whether this build can do so.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    with _replaced(CpuCommunicator, "_all_group_ranks_share_shm_group_name", _never) as replaced:
+        yield replaced
+
+
+def _never(communicator: object) -> bool:
+    del communicator
+    return False
+
+
+@contextlib.contextmanager
+def _replaced(owner: object, name: str, value: object) -> Generator[bool]:
+    """Another value of an attribute of vLLM's, where there is one of that name; gives whether there is."""
+    original = getattr(owner, name, None)
     if original is None:
         yield False
         return
-    setattr(utils, name, keep)
+    setattr(owner, name, value)
     try:
         yield True
     finally:
-        setattr(utils, name, original)
+        setattr(owner, name, original)
 
 
 @contextlib.contextmanager

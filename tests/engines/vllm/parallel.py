@@ -1,5 +1,6 @@
 """One rank of a TP or DP world: the engine loads, generates, sleeps and wakes; writes what the test compares, as JSON."""
 
+import faulthandler
 import json
 import os
 import sys
@@ -40,11 +41,6 @@ def run(folder: str, tensor_parallel: int) -> dict[str, Any]:
     return result
 
 
-def main(out: Path, *cases: str) -> None:
-    """Each case is `FOLDER:TP`. One process takes them all, one after the other: starting vLLM is what costs."""
-    results = [run(folder, int(tensor_parallel)) for folder, tensor_parallel in (case.split(":") for case in cases)]
-    _ = (out / f"{os.environ['RANK']}.json").write_text(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    faulthandler.dump_traceback_later(150, exit=True)  # a rank that hangs says where
+    _ = (Path(sys.argv[3]) / f"{os.environ['RANK']}.json").write_text(json.dumps(run(sys.argv[1], int(sys.argv[2]))))
