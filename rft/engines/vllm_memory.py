@@ -23,11 +23,15 @@ class CudaMemory:
 
     def sleep(self, *, keep: bool, weights_mapped: bool, cache_mapped: bool) -> None:
         """Unmaps both."""
+        self.rouse(weights_mapped=weights_mapped, cache_mapped=cache_mapped)
+        self._llm.sleep(level=1 if keep else 2)
+
+    def rouse(self, *, weights_mapped: bool, cache_mapped: bool) -> None:
+        """Maps what is not mapped; vLLM's allocator complains of being closed before that."""
         if not weights_mapped:
             self.wake_weights()
         if not cache_mapped:
             self.wake_cache()
-        self._llm.sleep(level=1 if keep else 2)
 
     def wake_weights(self) -> None:
         """Maps the weights."""
@@ -56,6 +60,9 @@ class HostMemory:
             give_back_pages(self._cache)
         if weights_mapped and not keep:
             give_back_pages(self._weights)
+
+    def rouse(self, *, weights_mapped: bool, cache_mapped: bool) -> None:
+        """Nothing: the addresses stay."""
 
     def wake_weights(self) -> None:
         """Nothing: the system gives pages when they are written."""
