@@ -1,0 +1,185 @@
+"""The walk holds for the library's steps, gets far, and finds bugs that are seeded into copies of the steps and effects."""
+
+import pickle
+import types
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+import rft
+import rft.steps
+from rft.effects import placement, rollout, scoring, sync, training
+from rft.ledger import TABLE
+from rft.testing import LIBRARY, Call, scripted_launch, walk
+
+QUICK = settings(max_examples=120, stateful_step_count=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+SLOW = settings(QUICK, max_examples=3000, stateful_step_count=100)
+HUNT = settings(QUICK, phases=[Phase.generate], derandomize=True, report_multiple_bugs=False)
+
+
+@pytest.fixture(autouse=True)
+def _table_is_left_as_it_was() -> Iterator[None]:
+    """The rows of seeded steps are gone after the test."""
+    before = dict(TABLE)
+    yield
+    TABLE.clear()
+    TABLE.update(before)
+
+
+@pytest.fixture(scope="module")
+def tally() -> Counter[tuple[str, str]]:
+    """What a walk of many runs of fifty moves did."""
+    counted = Counter[tuple[str, str]]()
+    run_state_machine_as_test(walk(tally=counted), settings=QUICK)
+    return counted
+
+
+# ---- it holds, and it gets far ----
+
+
+@pytest.mark.parametrize("call", LIBRARY, ids=lambda call: call.edge.name)
+def test_every_step_is_taken_often(tally: Counter[tuple[str, str]], call: Call) -> None:
+    assert tally[call.edge.name, "taken"] >= 15, dict(tally)
+
+
+@pytest.mark.parametrize(
+    ("error", "least"),
+    [
+        ("ConsumedState", 300),
+        ("IllegalStep", 300),
+        ("EngineFailed", 30),
+        ("EnginePoisoned", 30),
+        ("RuntimePoisoned", 10),
+        ("RuntimeClosed", 3),
+        ("InjectedFault", 30),
+        ("RoleError", 50),
+        ("WrongBatch", 5),
+        ("TooStale", 20),
+        ("DoesNotFit", 5),
+    ],
+)
+def test_every_kind_of_refusal_and_failure_is_met(tally: Counter[tuple[str, str]], error: str, least: int) -> None:
+    assert sum(count for (_, outcome), count in tally.items() if outcome == error) >= least, dict(tally)
+
+
+@pytest.mark.slow
+def test_it_holds_over_a_long_walk() -> None:
+    run_state_machine_as_test(walk(), settings=SLOW)
+
+
+def test_pickles_are_refused_at_any_point() -> None:
+    with scripted_launch() as begun:
+        for state in (begun, rft.broadcast(begun)):
+            with pytest.raises(rft.ConsumedState):
+                _ = pickle.dumps(state)
+
+
+# ---- bugs that it finds ----
+
+
+def seeded(name: str, module: types.ModuleType, *changes: tuple[str, str], **names: object) -> Any:
+    """A copy of a module under another name, with parts of its text replaced and some of its names bound anew."""
+    assert module.__file__ is not None
+    source = Path(module.__file__).read_text()
+    for old, new in changes:
+        assert source.count(old) == 1, f"{old!r} is in {module.__name__} {source.count(old)} times"
+        source = source.replace(old, new)
+    copied = types.ModuleType(name)
+    exec(compile(source, name, "exec"), vars(copied))
+    vars(copied).update(names)
+    return copied
+
+
+def calls_of(steps: Any) -> tuple[Call, ...]:
+    """The library's calls, of a copy of its steps."""
+    return tuple(Call(getattr(steps, call.step.__name__), call.arguments, call.refusals) for call in LIBRARY)
+
+
+# fmt: off
+STEPS: dict[str, tuple[tuple[str, str], ...]] = {
+    "wake accepts stale weights": (
+        ("wake(state: RuntimeState[Asleep, Fresh, A, O], /) -> RuntimeState[Awake, Fresh, A, O]:",
+         "wake(state: RuntimeState[Asleep, W, A, O], /) -> RuntimeState[Awake, W, A, O]:"),
+    ),
+    "broadcast installs nothing": (("sync.broadcast(state)", "Fresh(state.version)"),),
+    "train_step leaves the weights fresh": (
+        ("[RuntimeState[E, Stale, OnDevice, OldLogProbs], Metrics]:", "[RuntimeState[E, Fresh, OnDevice, OldLogProbs], Metrics]:"),
+        ("(state, engine, weights, state.actor, after_step(", "(state, engine, Fresh(version), state.actor, after_step("),
+    ),
+    "train_step counts no version": (("after_step(state.old), version=version), metrics", "after_step(state.old)), metrics"),),
+    "supervised_step counts no version": (("state.actor, state.old, version=version), metrics", "state.actor, state.old), metrics"),),
+    "train_step counts no step on the batch": (("after_step(state.old)", "state.old"),),
+    "sleep keeps the weights fresh": (
+        ("sleep(state: RuntimeState[Awake, Fresh | Stale, A, O], /) -> RuntimeState[Asleep, Stale, A, O]:",
+         "sleep(state: RuntimeState[Awake, W, A, O], /) -> RuntimeState[Asleep, W, A, O]:"),
+        ('placement.sleep(state, "release"), Stale(None)', 'placement.sleep(state, "release"), state.weights'),
+    ),
+    "sleep_keeping releases": (('placement.sleep(state, "keep")', 'placement.sleep(state, "release")'),),
+    "sleep does nothing": (('placement.sleep(state, "release")', "Asleep()"),),
+    "recover does nothing": (("placement.recover(state)", "Asleep()"),),
+    "offload_actor does nothing": (("placement.offload_actor(state)", "Offloaded()"),),
+    "offload forgets the placement": (("roles=placement.offload(state, role)", "roles=(placement.offload(state, role), state.roles)[1]"),),
+    "generate_stale forgets the lag": (("    rollout.check_lag(state, max_lag)\n", ""),),
+    "finish_batch steps twice": (
+        ("then(state, state.engine, state.weights, state.actor, NoOld())",
+         "then(then(state, state.engine, state.weights, state.actor, NoOld()), state.engine, state.weights, state.actor, NoOld())"),
+    ),
+}
+
+EFFECTS: dict[str, tuple[types.ModuleType, str, str]] = {
+    "a broadcast that does not drop the prefix cache": (sync, "        runtime.engine.flush()\n", ""),
+    "a broadcast whose failure poisons nothing": (sync, "with runtime.engine_effect():", "if True:"),
+    "a broadcast that touches before it may": (
+        sync, "    _require_room(state, runtime)\n", "    runtime.engine.wake_weights()\n    _require_room(state, runtime)\n"
+    ),
+    "a wake that asks for no room": (placement, 'require_room("wake(state)", state,', "_ = (state,"),
+    "a move whose failure poisons nothing": (
+        placement, 'with runtime.ledger.irreversible("runtime"):\n        if where', "if True:\n        if where"
+    ),
+    "a failed engine that poisons the whole runtime": (
+        placement,
+        "with runtime.engine_effect():\n        runtime.engine.sleep(weights)",
+        'with runtime.ledger.irreversible("runtime"):\n        runtime.engine.sleep(weights)',
+    ),
+    "rollouts of a version too new": (rollout, "    version = state.weights.version\n", "    version = state.version\n"),
+    "a lag that nobody checks": (scoring, "if state.version - r.version > max_lag:", "if False:"),
+    "old log-probs that are scaled": (scoring, "* r.sampled) for r", "* r.sampled * 1.5) for r"),
+    "old log-probs of another source": (scoring, 'values=r.logprobs if source == "engine" else None', "values=r.logprobs * 0.5"),
+    "old log-probs that name another version": (
+        scoring,
+        "OldLogProbs(version=state.version, batches=batches, source=source)",
+        "OldLogProbs(version=type(state.version)(0), batches=batches, source=source)",
+    ),
+    "a first step that may be taken twice": (scoring, 'if old.source == "first_step" and old.steps:', "if False:"),
+    "a mini-batch of any batch": (scoring, "[batch for batch in minibatch.batches if batch not in known]", "[]"),
+}
+# fmt: on
+
+
+def test_a_faithful_copy_passes() -> None:
+    steps = seeded("faithful_steps", rft.steps, sync=seeded("faithful_sync", sync))
+    run_state_machine_as_test(walk(*calls_of(steps)), settings=settings(HUNT, max_examples=30))
+
+
+@pytest.mark.parametrize("bug", STEPS)
+def test_a_bug_seeded_into_the_steps_is_found(bug: str) -> None:
+    steps = seeded("seeded_steps", rft.steps, *STEPS[bug])
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(walk(*calls_of(steps)), settings=HUNT)
+
+
+@pytest.mark.parametrize("bug", EFFECTS)
+def test_a_bug_seeded_into_an_effect_is_found(bug: str) -> None:
+    module, old, new = EFFECTS[bug]
+    effect = seeded("seeded_effect", module, (old, new))
+    effects = {module.__name__.rpartition(".")[2]: effect}
+    if module is scoring:
+        effects["training"] = seeded("seeded_training", training, join=effect.join)
+    steps = seeded("seeded_steps", rft.steps, **effects)
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(walk(*calls_of(steps)), settings=HUNT)
