@@ -1,0 +1,198 @@
+"""The sync plan's recorder, on modules that load as engines do: fused, sliced, tied and padded; and on those that do more than copy."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rft.engines.plan import Copy, NoPlan, Plan, record
+
+HIDDEN, HEADS, VOCAB = 8, 12, 10
+SHAPES = {
+    ("embed", "head"): torch.Size((VOCAB, HIDDEN)),
+    ("q",): torch.Size((HEADS, HIDDEN)),
+    ("k",): torch.Size((4, HIDDEN)),
+    ("v",): torch.Size((4, HIDDEN)),
+    ("down",): torch.Size((HIDDEN, HEADS)),
+    ("norm",): torch.Size((HIDDEN,)),
+}
+Stream = Iterator[tuple[str, Tensor]]
+
+
+class Sliced(nn.Module):
+    """One TP rank of two: fused q, k and v, rows or columns of everything but the norm, a vocabulary padded to 16."""
+
+    def __init__(self, rank: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.rank = rank
+        self.embed = nn.Parameter(torch.zeros(8, HIDDEN, dtype=dtype))
+        self.head = self.embed
+        self.qkv = nn.Parameter(torch.zeros((HEADS + 4 + 4) // 2, HIDDEN, dtype=dtype))
+        self.down = nn.Parameter(torch.zeros(HIDDEN, HEADS // 2, dtype=dtype))
+        self.norm = nn.Parameter(torch.zeros(HIDDEN, dtype=dtype))
+
+    def load(self, tensors: Stream) -> None:
+        offsets = {"q": (0, 6), "k": (6, 2), "v": (8, 2)}
+        for name, tensor in tensors:
+            if name in offsets:
+                start, size = offsets[name]
+                self.qkv.data.narrow(0, start, size).copy_(tensor.narrow(0, self.rank * size, size))
+            elif name == "embed":
+                part = tensor[8 * self.rank : 8 * self.rank + 8]
+                self.embed.data[: len(part)].copy_(part)
+                self.embed.data[len(part) :].fill_(0)
+            elif name == "down":
+                self.down.data.copy_(tensor.chunk(2, dim=1)[self.rank])
+            else:
+                self.norm.data.copy_(tensor)
+
+    def memory(self) -> dict[str, Tensor]:
+        return dict(self.named_parameters())
+
+
+def a_set(seed: int, dtype: torch.dtype = torch.float32, *, without: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {names[0]: torch.randn(shape, generator=generator).to(dtype) for names, shape in SHAPES.items()}
+    return {name: tensor for name, tensor in drawn.items() if name not in without}
+
+
+def plan_of(module: Sliced, load: Callable[[Stream], object] | None = None) -> Plan:
+    return record(load or module.load, SHAPES, module.memory(), module.norm.dtype)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replaying_is_loading(rank: int, dtype: torch.dtype) -> None:
+    ours, theirs = Sliced(rank, dtype), Sliced(rank, dtype)
+    plan = plan_of(ours)
+    for seed in range(3):
+        received = plan.install(iter(a_set(seed).items()))
+        theirs.load(iter(a_set(seed).items()))
+        for name, tensor in theirs.memory().items():
+            assert torch.equal(ours.memory()[name], tensor), name
+        assert received == plan.checksums(iter(received))
+
+
+def test_names_of_tied_tensors_are_interchangeable() -> None:
+    module = Sliced(0)
+    plan, given = plan_of(module), a_set(0)
+    received = plan.install((("head" if name == "embed" else name), tensor) for name, tensor in given.items())
+    assert torch.equal(module.head, given["embed"][:8])
+    assert received.keys() == {"head", "q", "k", "v", "down", "norm"}
+    assert received == plan.checksums(iter(received))
+
+
+@pytest.mark.parametrize("name", ["embed", "q", "k", "v", "down", "norm"])
+def test_what_was_not_installed_shows_by_name(name: str) -> None:
+    plan = plan_of(Sliced(0))
+    sent = plan.install(iter(a_set(1).items()))
+    _ = plan.install(iter({**a_set(1), name: a_set(2)[name]}.items()))
+    held = plan.checksums(iter(sent))
+    assert {key for key in sent if sent[key] != held[key]} == {name}
+
+
+def test_tensors_may_lie_anyhow() -> None:
+    """Streams give views: transposed ones, and parts of a bucket."""
+    ours, theirs = Sliced(1), Sliced(1)
+    plan, given = plan_of(ours), a_set(4)
+    bucket = torch.cat([torch.zeros(3), given["q"].flatten()])
+    views = {**given, "down": given["down"].t().contiguous().t(), "q": bucket[3:].view(SHAPES[("q",)])}
+    assert not views["down"].is_contiguous()
+    _ = plan.install(iter(views.items()))
+    theirs.load(iter(given.items()))
+    assert all(torch.equal(ours.memory()[name], tensor) for name, tensor in theirs.memory().items())
+
+
+def test_addresses_may_be_given_back_and_taken_again() -> None:
+    """Views of the engine's memory stay valid where its addresses do."""
+    module = Sliced(0)
+    plan = plan_of(module)
+    for parameter in module.parameters():
+        parameter.data.zero_()
+    _ = plan.install(iter(a_set(0).items()))
+    assert torch.equal(module.norm, a_set(0)["norm"])
+
+
+# ---- what is no plan ----
+
+
+def refused(change: Callable[[Sliced, str, Tensor], object]) -> str:
+    module = Sliced(0)
+
+    def load(tensors: Stream) -> None:
+        for name, tensor in tensors:
+            module.load(iter([(name, tensor)]))
+            _ = change(module, name, tensor)
+
+    with pytest.raises(NoPlan) as caught:
+        _ = plan_of(module, load)
+    return str(caught.value)
+
+
+def test_computing_with_weights() -> None:
+    assert "mul" in refused(lambda module, name, _: module.norm.data.mul_(2) if name == "norm" else None)
+
+
+def test_deriving_from_weights() -> None:
+    said = refused(lambda module, name, tensor: module.norm.data.copy_(tensor.flip(0)) if name == "norm" else None)
+    assert "is no copy out of norm" in said
+
+
+def test_copying_a_tensor_that_came_before() -> None:
+    kept = dict[str, Tensor]()
+    said = refused(lambda m, n, t: kept.setdefault(n, t) if n == "k" else (m.norm.data.copy_(kept["k"][0]) if n == "norm" else None))
+    assert "is no copy out of norm" in said
+
+
+def test_spreading_out_one_value() -> None:
+    assert "spread" in refused(lambda module, name, tensor: module.norm.data.copy_(tensor[0]) if name == "norm" else None)
+
+
+def test_a_constant_that_was_read_from_a_tensor() -> None:
+    """Loaders write scalars so; the recorded constant would be that of the recording for ever."""
+    said = refused(lambda module, name, tensor: module.norm.data[:1].fill_(float(tensor[1])) if name == "norm" else None)
+    assert "does not give the bits of norm" in said
+
+
+def test_a_parameter_that_nothing_writes() -> None:
+    module = Sliced(0)
+
+    def load(tensors: Stream) -> None:
+        module.load((name, tensor) for name, tensor in tensors if name != "norm")
+
+    with pytest.raises(NoPlan, match="does not write norm"):
+        _ = plan_of(module, load)
+
+
+def test_a_parameter_that_is_written_in_part() -> None:
+    module = Sliced(0)
+
+    def load(tensors: Stream) -> None:
+        for name, tensor in tensors:
+            module.norm.data[:4].copy_(tensor[:4]) if name == "norm" else module.load(iter([(name, tensor)]))
+
+    with pytest.raises(NoPlan, match="does not give the bits of norm"):
+        _ = plan_of(module, load)
+
+
+def test_a_parameter_that_is_replaced() -> None:
+    module = Sliced(0)
+    memory = module.memory()
+
+    def load(tensors: Stream) -> None:
+        for name, tensor in tensors:
+            if name == "norm":
+                module.norm = nn.Parameter(tensor.clone())
+            else:
+                module.load(iter([(name, tensor)]))
+
+    with pytest.raises(NoPlan, match="does not write norm"):
+        _ = record(load, SHAPES, memory, torch.float32)
+
+
+def test_a_copy_reads_its_part_of_the_whole() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    copy = Copy(torch.zeros(3, 2), (3, 2), (4, 1), 1)
+    assert copy.source(whole).tolist() == whole[:, 1:3].tolist()
+    assert copy.source(torch.arange(24.0).view(6, 4)[3:]).tolist() == [[13, 14], [17, 18], [21, 22]]
