@@ -7,6 +7,7 @@ step at a small learning rate, which lies below bf16's noise; checksums can.
 import collections
 import dataclasses as dc
 import logging
+import math
 import statistics
 from typing import Any
 
@@ -81,7 +82,8 @@ class Watch:
                 f"engine and Actor differ by {gap:.4g} nats on the probe after {after} (version {version}); at most {bound:.4g} is usual"
             )
             log.warning("%s", alarm)
-        self._recent.append(gap)
+        if math.isfinite(gap):
+            self._recent.append(gap)
         self.gaps.append(Gap(version=version, mean=gap, largest=float(gaps.max()), alarm=alarm))
 
 

@@ -1,0 +1,187 @@
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+
+import rft
+from rft.effects.runtime import runtime_of
+from rft.effects.watch import FACTOR, LENGTH, MEMORY, TOLERANCE, Watch
+from rft.state import PolicyVersion
+from rft.testing import scripted_devices, scripted_launch, scripted_minibatch
+from tests.refusals import State, sampled
+
+FP32 = TOLERANCE[torch.float32]
+NOW = PolicyVersion(3)
+
+
+@pytest.fixture
+def begun() -> Iterator[State]:
+    with scripted_launch() as state:
+        yield state
+
+
+class OffBy:
+    """An engine and an Actor in one, whose log-probs of the probe differ by a given number."""
+
+    dtype = torch.float32
+
+    def __init__(self, gap: float) -> None:
+        self.gap, self.asked = gap, 0
+
+    def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:
+        self.asked += 1
+        return [[-1.0 - self.gap] * (len(tokens) - 1) for tokens in sequences]
+
+    def logprobs(self, tokens: torch.Tensor, mask: torch.Tensor, temperature: float) -> torch.Tensor:
+        assert bool(mask.all())
+        assert temperature == 1.0
+        return torch.full(tokens.shape, -1.0)
+
+
+def watch(every: int = 1) -> Watch:
+    with scripted_launch() as state:
+        return Watch(every, runtime_of(state).model)
+
+
+def look(watching: Watch, gap: float, version: PolicyVersion = NOW, *, actor_at: PolicyVersion = NOW) -> rft.Gap | None:
+    """One wake and what the watch says of it."""
+    both, before = cast(Any, OffBy(gap)), len(watching.gaps)
+    watching.ask_engine(both, version)
+    watching.ask_actor(both, actor_at, "wake")
+    return watching.gaps[-1] if len(watching.gaps) > before else None
+
+
+# ---- what is an alarm ----
+
+
+@pytest.mark.parametrize(("gap", "alarming"), [(0.0, False), (FP32 * 0.9, False), (FP32 * 1.1, True), (math.nan, True), (math.inf, True)])
+def test_a_gap_above_the_tolerance_is_an_alarm_that_names_the_last_transition(
+    gap: float, alarming: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="rft"):
+        seen = look(watch(), gap)
+    assert seen is not None
+    assert (seen.alarm is not None) is alarming
+    assert len(caplog.records) == int(alarming)
+    if seen.alarm:
+        assert "after wake (version 3)" in seen.alarm
+
+
+def test_a_gap_far_above_what_is_usual_is_an_alarm_below_the_tolerance_too() -> None:
+    watching = watch()
+    usual = FP32 / 50
+    for _ in range(MEMORY):
+        seen = look(watching, usual)
+        assert seen is not None
+        assert seen.alarm is None
+    calm, loud = look(watching, usual * FACTOR * 0.9), look(watching, usual * FACTOR * 1.1)
+    assert calm is not None
+    assert calm.alarm is None
+    assert loud is not None
+    assert loud.alarm is not None
+
+
+def test_what_is_usual_is_never_so_small_that_noise_is_an_alarm() -> None:
+    watching = watch()
+    for _ in range(MEMORY):
+        _ = look(watching, 0.0)
+    seen = look(watching, FP32 / 150)
+    assert seen is not None
+    assert seen.alarm is None
+
+
+def test_single_tokens_may_differ_more_than_the_mean_and_the_largest_is_told() -> None:
+    class OneOff(OffBy):
+        def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:
+            return [[-1.0] * (len(tokens) - 2) + [-1.0 - self.gap] for tokens in sequences]
+
+    watching, one = watch(), cast(Any, OneOff(FP32 * 10))
+    watching.ask_engine(one, NOW)
+    watching.ask_actor(one, NOW, "wake")
+    (gap,) = watching.gaps
+    assert gap.alarm is None
+    assert gap.largest == pytest.approx(FP32 * 10, rel=1e-3)
+    assert gap.mean == pytest.approx(FP32 * 10 / (LENGTH - 1), rel=1e-3)
+
+
+def test_a_gap_that_is_no_number_does_not_spoil_what_is_usual() -> None:
+    watching = watch()
+    for gap in [FP32 / 50] * MEMORY + [math.nan] * MEMORY:
+        _ = look(watching, gap)
+    seen = look(watching, FP32 / 2)
+    assert seen is not None
+    assert seen.alarm is not None
+
+
+# ---- when it looks ----
+
+
+@pytest.mark.parametrize(("every", "looks"), [(0, 0), (1, 6), (2, 3), (4, 1)])
+def test_it_looks_after_every_so_many_wakes(every: int, looks: int) -> None:
+    watching = watch(every)
+    for _ in range(6):
+        _ = look(watching, 0.0)
+    assert len(watching.gaps) == looks
+
+
+def test_scores_of_another_version_are_dropped() -> None:
+    watching = watch()
+    assert look(watching, 1.0, actor_at=PolicyVersion(4)) is None
+    watching.ask_actor(cast(Any, OffBy(1.0)), NOW, "reload_actor")
+    assert watching.gaps == []
+
+
+def test_the_probe_is_short_and_fixed(begun: State) -> None:
+    state = rft.refresh(begun)
+    engine = scripted_devices(state).engine
+    assert engine is not None
+    assert max(map(len, engine.prefixes)) == LENGTH
+
+
+# ---- in the steps ----
+
+
+def test_an_update_that_was_held_back_is_an_alarm_at_wake(begun: State) -> None:
+    state = rft.broadcast(begun)
+    engine = scripted_devices(state).engine
+    assert engine is not None
+    assert engine.weights is not None
+    engine.weights = {name: tensor - 1 for name, tensor in engine.weights.items()}
+    state = rft.wake(state)
+    (gap,) = rft.health(state).gaps
+    assert gap.mean == pytest.approx(3 * 2.0**-10)
+    assert gap.alarm is not None
+    assert "after wake (version 0)" in gap.alarm
+
+
+def test_where_the_actor_is_away_at_wake_it_is_compared_at_reload(begun: State) -> None:
+    state = rft.wake(rft.offload_actor(rft.broadcast(begun)))
+    assert rft.health(state).gaps == ()
+    scripted_devices(state).trainer.weights["head"] += 5
+    state = rft.reload_actor(state)
+    (gap,) = rft.health(state).gaps
+    assert gap.alarm is not None
+    assert "after reload_actor (version 0)" in gap.alarm
+
+
+def test_a_loop_that_never_sleeps_is_watched_at_its_broadcasts(begun: State) -> None:
+    state = rft.refresh(begun)
+    state, _ = rft.supervised_step(state, scripted_minibatch(sampled(state)))
+    state = rft.broadcast(state)
+    assert [gap.version for gap in rft.health(state).gaps] == [0, 1]
+    assert all(gap.alarm is None for gap in rft.health(state).gaps)
+
+
+def test_no_prefix_of_older_weights_reaches_the_probe(begun: State) -> None:
+    state = rft.refresh(begun)
+    engine = scripted_devices(state).engine
+    assert engine is not None
+    engine.flush = lambda: None
+    state, _ = rft.supervised_step(state, scripted_minibatch(sampled(state)))
+    state = rft.broadcast(state)
+    gap = rft.health(state).gaps[-1]
+    assert gap.alarm is not None
+    assert "after broadcast (version 1)" in gap.alarm
