@@ -33,6 +33,9 @@ if [ "$speed" = "not slow" ]; then
   part format "$own" -m ruff format --check .
   part types "$own" -m pyright --pythonpath "$own"
   part import-order .venv-transformers/bin/lint-imports --no-cache
+  # All branches of what decides about legality, by its own tests alone.
+  legality=(tests/test_state.py tests/test_ledger.py tests/test_steps.py)
+  part legality-covered "$own" -m pytest "${legality[@]}" --cov --cov-config=tests/legality.coveragerc
 fi
 part tests "$own" -m pytest -m "$speed and not vllm"
 part tests-vllm "$with_vllm" -m pytest -m "$speed and vllm"

@@ -8,7 +8,7 @@ The plan is only trusted after its replay has given the same bits everywhere tha
 
 import dataclasses as dc
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,23 +58,25 @@ class Plan:
 
     def install(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, int]:
         """Replays every write. Returns the checksums of what the copies read, cast to the engine's dtype, by the given names."""
-        read = dict[str, list[Tensor]]()
         for fill in self._fills:
             _ = fill.target.fill_(fill.value)
-        for name, tensor in tensors:
-            read[name] = [transfer(copy.target, copy.source(tensor)) for copy in self._copies[self._aliases[name]]]
-        return _together(read)
+        names = list[str]()
 
-    def checksums(self, names: Iterator[str]) -> dict[str, int]:
+        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+            for name, tensor in tensors:
+                names.append(name)
+                yield from ((copy.target, copy.source(tensor)) for copy in self._copies[self._aliases[name]])
+
+        return self._by_name(transfer(pairs()), names)
+
+    def checksums(self, names: Sequence[str]) -> dict[str, int]:
         """Checksums of what lies now where the copies of each name wrote."""
-        return _together({name: [standing(copy.target) for copy in self._copies[self._aliases[name]]] for name in names})
+        return self._by_name(standing([copy.target for name in names for copy in self._copies[self._aliases[name]]]), names)
 
-
-def _together(sums: Mapping[str, list[Tensor]]) -> dict[str, int]:
-    """One number a name: several copies of one tensor count together, in their order. Waits for the device once."""
-    parts = [part for parts in sums.values() for part in parts]
-    values = iter(torch.stack(parts).tolist() if parts else ())
-    return {name: hash(tuple(next(values) for _ in parts)) for name, parts in sums.items()}
+    def _by_name(self, sums: Tensor, names: Sequence[str]) -> dict[str, int]:
+        """One number a name: several copies of one tensor count together, in their order. Waits for the device once."""
+        values = iter(sums.tolist())
+        return {name: hash(tuple(next(values) for _ in self._copies[self._aliases[name]])) for name in names}
 
 
 def record(load: Load, shapes: Mapping[Names, torch.Size], memory: Mapping[str, Tensor], dtype: torch.dtype) -> Plan:
@@ -110,7 +112,7 @@ def _prove(plan: Plan, load: Load, samples: "_Samples", memory: Mapping[str, Ten
     for name, tensor in memory.items():
         if int(checksum(tensor)) != loaded[name]:
             raise NoPlan(f"the replay does not give the bits of {name} that loading gives")
-    if plan.checksums(iter(read)) != read:
+    if plan.checksums(tuple(read)) != read:
         raise NoPlan("what the replay wrote is not what lies there in the end")
 
 

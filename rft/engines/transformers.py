@@ -85,21 +85,21 @@ class Transformers:
     @torch.inference_mode()
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> Mapping[str, int]:
         """Copies every tensor into its place. Raises `SyncFailed` that names what is missing, unknown or of a wrong shape."""
-        received = dict[str, Tensor]()
         with delivery(tensors, self._shapes, self.name) as stream:
             self._need_weights("load")
             self._weights = "undefined"
-            for name, tensor in stream:
-                received[name] = transfer(self._by_name[name], tensor.to(self._device))
+            names = list[str]()
+            sums = transfer(self._slot(name, tensor, names) for name, tensor in stream)
         self._weights = "loaded"
-        self._names = tuple(received)
-        return _on_host(received)
+        self._names = tuple(names)
+        return dict(zip(names, sums.tolist(), strict=True))
 
     @torch.inference_mode()
     def checksums(self) -> Mapping[str, int]:
         """Read from the weights where they lie, by the names that `load` took (before it: by the checkpoint's)."""
         self._need_weights("checksums")
-        return _on_host({name: standing(self._by_name[name]) for name in self._names})
+        sums = standing([self._by_name[name] for name in self._names])
+        return dict(zip(self._names, sums.tolist(), strict=True))
 
     def wake_cache(self) -> None:
         """Lets it generate again; there is nothing to map."""
@@ -120,6 +120,10 @@ class Transformers:
 
     # ---- conditions ----
 
+    def _slot(self, name: str, tensor: Tensor, names: list[str]) -> tuple[Tensor, Tensor]:
+        names.append(name)
+        return self._by_name[name], tensor
+
     def _need(self, verb: str, *, cache: bool) -> None:
         self._need_weights(verb)
         if self._weights == "undefined":
@@ -137,8 +141,3 @@ class Transformers:
             tensor.data = tensor.new_empty(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _on_host(sums: Mapping[str, Tensor]) -> dict[str, int]:
-    values = torch.stack(list(sums.values())).tolist() if sums else []
-    return dict(zip(sums, values, strict=True))

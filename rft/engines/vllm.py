@@ -16,7 +16,7 @@ from torch import Tensor
 from rft.engines.delivery import Names, delivery, shapes_of
 from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
-from rft.engines.vllm_host import no_shared_memory, plain_layouts, threads_kept
+from rft.engines.vllm_host import no_shared_memory, plain_layouts, threads_kept, world_kept
 from rft.engines.vllm_memory import CudaMemory, HostMemory
 from rft.engines.vllm_sync import PlanSync, ReloadSync, choose_sync
 from rft.errors import BadInput, EngineFailed, MissingEngine
@@ -210,13 +210,11 @@ class VLLM:
         """Ends vLLM, with its process groups; torch's own world stays open."""
         if self._closed:
             return
-        from vllm.distributed import parallel_state
-
         self._closed = True
         self._memory.rouse(weights_mapped=self._weights_mapped, cache_mapped=self._cache_mapped)
-        self._llm.llm_engine.engine_core.shutdown()
+        with world_kept():
+            self._llm.llm_engine.engine_core.shutdown()
         del self._llm, self._sync, self._memory
-        parallel_state.destroy_model_parallel()
         _ = gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""vLLM's CPU build: what has to be different there so that weights can be written in place, and memory really is given back."""
+"""What vLLM does to the process that it shares with a trainer, undone; and its CPU build, made to be written to in place."""
 
 import contextlib
 import ctypes
@@ -25,8 +25,8 @@ def plain_layouts() -> Generator[bool]:
         del remove_weight
         setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010 (an attribute of vLLM's, which its forward calls)
 
-    with _replaced(utils, "dispatch_cpu_unquantized_gemm", keep) as replaced:
-        yield replaced
+    with replaced(utils, "dispatch_cpu_unquantized_gemm", keep) as done:
+        yield done
 
 
 @contextlib.contextmanager
@@ -38,8 +38,8 @@ def no_shared_memory() -> Generator[bool]:
     """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-    with _replaced(CpuCommunicator, "_all_group_ranks_share_shm_group_name", _never) as replaced:
-        yield replaced
+    with replaced(CpuCommunicator, "_all_group_ranks_share_shm_group_name", _never) as done:
+        yield done
 
 
 def _never(communicator: object) -> bool:
@@ -48,7 +48,7 @@ def _never(communicator: object) -> bool:
 
 
 @contextlib.contextmanager
-def _replaced(owner: object, name: str, value: object) -> Generator[bool]:
+def replaced(owner: object, name: str, value: object) -> Generator[bool]:
     """Another value of an attribute of vLLM's, where there is one of that name; gives whether there is."""
     original = getattr(owner, name, None)
     if original is None:
@@ -59,6 +59,24 @@ def _replaced(owner: object, name: str, value: object) -> Generator[bool]:
         yield True
     finally:
         setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def world_kept() -> Generator[None]:
+    """While an engine is shut down: vLLM would destroy torch's default process group, which it did not make and others still use.
+
+    It forgets its own groups of that world, so that an engine may be built in another one later.
+    """
+    from vllm.distributed import parallel_state
+
+    def forget() -> None:
+        world = getattr(parallel_state, "_WORLD", None)
+        if world is not None:
+            world.destroy()
+        setattr(parallel_state, "_WORLD", None)  # noqa: B010 (private to vLLM)
+
+    with replaced(parallel_state, "destroy_distributed_environment", forget):
+        yield
 
 
 @contextlib.contextmanager

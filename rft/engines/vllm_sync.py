@@ -37,7 +37,7 @@ class PlanSync:
 
     def checksums(self) -> Mapping[str, int]:
         """Read from the places that the plan wrote to, by name."""
-        return self._plan.checksums(iter(self._names))
+        return self._plan.checksums(self._names)
 
 
 class ReloadSync:

@@ -21,7 +21,7 @@ Shard = tuple[str, tuple[int, ...], Tensor]
 
 
 def gathered(shards: Sequence[Shard], world: World) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in full, on this rank's device, valid until the next is asked for. Collective: exhaust it on every rank.
+    """Every tensor in full, on this rank's device, in memory of its own. Collective: exhaust it on every rank.
 
     On one rank nothing is copied, and the part itself is given, wherever it lies.
     """

@@ -38,7 +38,7 @@ class Trainer(Protocol):
         ...
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under their Hugging Face names, gathered one bucket at a time; valid until the next is asked for.
+        """Full tensors under their Hugging Face names, gathered one bucket at a time. Whoever holds one holds its memory, too.
 
         Works on an offloaded model too. Tied tensors come once, under the name that the checkpoint has. Contains collectives:
         exhaust it on every rank.

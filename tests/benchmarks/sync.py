@@ -53,12 +53,22 @@ def main(folder: str, size: str = "0.5B") -> None:
 
 def check_kernel() -> None:
     """The one-pass kernel gives the bits and the checksums of torch's own operators."""
-    for count in (1, 5, 4093 * 4, 1_000_003):
+    _many_at_once()
+    for count in (1, 5, 4093 * 4, 1_000_000):
         for target in (torch.bfloat16, torch.float16, torch.float32):
             source, place = torch.randn(count, device="cuda"), torch.zeros(count, dtype=target, device="cuda")
-            read = int(transfer(place, source))
+            read = int(transfer([(place, source)]))
             assert torch.equal(place, source.to(target)), (count, target)
-            assert read == int(checksum(place)) == int(standing(place)), (count, target)
+            assert read == int(checksum(place)) == int(standing([place])), (count, target)
+
+
+def _many_at_once() -> None:
+    """Tensors of all sizes in one launch, odd ones among them."""
+    sources = [torch.randn(count, device="cuda") for count in (4, 3, 8192 * 4, 8192 * 4 + 4, 3_000_000, 7)]
+    pairs = [(torch.zeros_like(source, dtype=torch.bfloat16), source) for source in sources]
+    read = transfer(pairs).tolist()
+    assert read == [int(checksum(source.bfloat16())) for source in sources]
+    assert read == standing([target for target, _ in pairs]).tolist()
 
 
 def broadcasts(engine: VLLM, masters: Masters) -> dict[str, float]:

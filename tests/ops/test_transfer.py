@@ -12,15 +12,15 @@ from rft.ops.transfer import standing, transfer
 def test_it_writes_the_cast_values_and_returns_their_checksum(source: torch.dtype, target: torch.dtype) -> None:
     torch.manual_seed(0)
     values, place = torch.randn(37, 19).to(source), torch.zeros(37, 19, dtype=target)
-    read = transfer(place, values)
+    (read,) = transfer([(place, values)])
     assert torch.equal(place, values.to(target))
-    assert int(read) == int(checksum(values.to(target))) == int(standing(place))
+    assert int(read) == int(checksum(values.to(target))) == int(standing([place]))
 
 
 def test_views_are_written_in_place() -> None:
     """A slice of columns, as a TP rank holds it."""
     whole, part = torch.zeros(8, 10), torch.randn(8, 4)
-    read = transfer(whole[:, 3:7], part)
+    (read,) = transfer([(whole[:, 3:7], part)])
     assert torch.equal(whole[:, 3:7], part)
     assert int(whole.count_nonzero()) == part.numel()
-    assert int(read) == int(standing(whole[:, 3:7]))
+    assert int(read) == int(standing([whole[:, 3:7]]))

@@ -20,13 +20,19 @@ with last_words(words):
 """
 
 
-def ended(*, words: str = "return 'rank 0: here'", waiting: str = "threading.Event().wait(60)") -> tuple[int, str]:
-    """The exit status and stderr of a process that is ended by SIGTERM while it waits."""
+# A mutex that is locked twice is waited for in C, and no signal interrupts that: no bytecode runs, and so no handler.
+IN_C = "import ctypes; c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64); [c.pthread_mutex_lock(mutex) for _ in range(2)]"
+
+
+def ended(
+    by: signal.Signals = signal.SIGTERM, *, words: str = "return 'rank 0: here'", waiting: str = "threading.Event().wait(60)"
+) -> tuple[int, str]:
+    """The exit status and stderr of a process that gets a signal while it waits."""
     script = WAITING.format(words=words, waiting=waiting)
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(by)
         _, errors = process.communicate(timeout=30)
     return process.returncode, errors
 
@@ -38,11 +44,22 @@ def test_sigterm_prints_the_words_and_ends_at_once() -> None:
 
 
 def test_while_the_process_is_in_c_too() -> None:
-    # A mutex that is locked twice is waited for in C, and no signal interrupts that: no bytecode runs, and so no handler.
-    lock = "import ctypes; c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64); [c.pthread_mutex_lock(mutex) for _ in range(2)]"
-    status, errors = ended(waiting=lock)
+    status, errors = ended(waiting=IN_C)
     assert status == 128 + signal.SIGTERM
     assert "rank 0: here" in errors
+
+
+def test_sigint_interrupts_what_it_can() -> None:
+    status, errors = ended(signal.SIGINT)
+    assert status == -signal.SIGINT
+    assert "KeyboardInterrupt" in errors
+    assert "rank 0: here" not in errors
+
+
+def test_sigint_ends_what_it_cannot_interrupt() -> None:
+    status, errors = ended(signal.SIGINT, waiting=f"import rft.parallel.last_words as module; module.GRACE_S = 0.2; {IN_C}")
+    assert status == 128 + signal.SIGINT
+    assert errors == "ended by SIGINT; where the ranks were:\nrank 0: here\n"
 
 
 def test_words_that_fail_do_not_keep_the_process() -> None:
@@ -52,11 +69,12 @@ def test_words_that_fail_do_not_keep_the_process() -> None:
 
 
 def test_what_was_there_before_is_there_again() -> None:
-    handler = signal.getsignal(signal.SIGTERM)
+    both = (signal.SIGTERM, signal.SIGINT)
+    handlers = [signal.getsignal(which) for which in both]
     threads = threading.active_count()
     with last_words(str):
-        assert signal.getsignal(signal.SIGTERM) is not handler
-    assert signal.getsignal(signal.SIGTERM) is handler
+        assert all(signal.getsignal(which) is not handler for which, handler in zip(both, handlers, strict=True))
+    assert [signal.getsignal(which) for which in both] == handlers
     assert signal.set_wakeup_fd(-1) == -1
     deadline = time.monotonic() + 5
     while threading.active_count() > threads:

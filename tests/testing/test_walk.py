@@ -17,7 +17,7 @@ from rft.effects import placement, rollout, scoring, sync, training
 from rft.ledger import TABLE
 from rft.testing import LIBRARY, Call, scripted_launch, walk
 
-QUICK = settings(max_examples=120, stateful_step_count=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=200, stateful_step_count=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 SLOW = settings(QUICK, max_examples=3000, stateful_step_count=100)
 HUNT = settings(QUICK, phases=[Phase.generate], derandomize=True, report_multiple_bugs=False)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from rft.engines.protocol import Request
@@ -38,9 +39,17 @@ def run(folder: str, tensor_parallel: int) -> dict[str, Any]:
         "differ": [name for name, value in engine.checksums().items() if value != sums[name]],
     }
     engine.close()
+    assert dist.is_initialized(), "the world is the trainer's too"
+    dist.barrier(world.host)
     return result
 
 
+def main(out: Path, *cases: str) -> None:
+    """Each case is `FOLDER:TP`. One process takes them all, one after the other: starting vLLM is what costs."""
+    results = [run(folder, int(tensor_parallel)) for folder, tensor_parallel in (case.split(":") for case in cases)]
+    _ = (out / f"{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(150, exit=True)  # a rank that hangs says where
-    _ = (Path(sys.argv[3]) / f"{os.environ['RANK']}.json").write_text(json.dumps(run(sys.argv[1], int(sys.argv[2]))))
+    faulthandler.dump_traceback_later(200, exit=True)  # a rank that hangs says where
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -15,17 +15,36 @@ SCRIPT = Path(__file__).with_name("parallel.py")
 CASES = {"tied, TP 2": ("tied", 2), "untied, TP 2": ("untied", 2), "tied, DP 2": ("tied", 1)}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks_give_the_greedy_tokens_of_one(case: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A vocabulary of 330 is padded on two ranks: constants are part of the plan."""
+    path = tmp_path_factory.mktemp("models")
+    return {
+        "tied": tiny_model(path / "tied", "qwen2", tied=True, vocab=330),
+        "untied": tiny_model(path / "untied", "llama", tied=False, vocab=330),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    """What each rank found, by case."""
+    out = tmp_path_factory.mktemp("ranks")
+    _ = torchrun(SCRIPT, out, *(f"{folders[which]}:{size}" for which, size in CASES.values()), ranks=2, timeout=240)
+    return [dict(zip(CASES, json.loads((out / f"{rank}.json").read_text()), strict=True)) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_are_those_of_one_rank(case: str, folders: dict[str, Path], ranks: list[dict[str, dict[str, Any]]]) -> None:
     which, tensor_parallel = CASES[case]
-    folder = tiny_model(tmp_path / "model", "qwen2" if which == "tied" else "llama", tied=which == "tied", vocab=330)
-    module = AutoModelForCausalLM.from_pretrained(folder)
-    _ = torchrun(SCRIPT, folder, tensor_parallel, tmp_path, ranks=2, timeout=180)
-    ranks: list[dict[str, Any]] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    for found in ranks:
+    module = AutoModelForCausalLM.from_pretrained(folders[which])
+    for rank in ranks:
+        found = rank[case]
         assert [tuple(tokens) for tokens in found["greedy"]] == [greedy(module, prompt, 10) for prompt in PROMPTS]
         assert found["path"] == "plan"
         assert found["differ"] == ["model.norm.weight"]
         assert found["weights"] < 1.2 / tensor_parallel * sum(p.nbytes for p in module.parameters())
-    assert ranks[0]["sampled"] == ranks[1]["sampled"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_ranks_sample_the_same(case: str, ranks: list[dict[str, dict[str, Any]]]) -> None:
+    assert ranks[0][case]["sampled"] == ranks[1][case]["sampled"]
