@@ -19,13 +19,20 @@ part() { # part NAME COMMAND...: runs a command with its output on the screen, a
   local name=$1 began=$SECONDS verdict=ok last
   shift
   printf '\n==== %s\n' "$name"
-  timeout --kill-after=10 1200 "$@" 2>&1 | tee "$logs/$name.log" || { verdict=FAILED; failures=$((failures + 1)); }
+  "$@" 2>&1 | tee "$logs/$name.log" || { verdict=FAILED; failures=$((failures + 1)); }
   last=$(grep -v '^[[:space:]]*$' "$logs/$name.log" | tail -n 1)
   table+=$(printf '%-18s %-7s %4d s  %s' "$name" "$verdict" $((SECONDS - began)) "${last:0:110}")$'\n'
 }
 
+both() { # both COMMAND A B: COMMAND A beside COMMAND B, on two cores; fails if one of them does
+  "$1" "$2" & local beside=$! status=0
+  "$1" "$3" || status=1
+  wait "$beside" && return "$status"
+}
+
 python=$(command -v python3.11 || command -v python3)
-part environments sh -c "'$python' tests/environments/make.py transformers && '$python' tests/environments/make.py vllm"
+make() { "$python" tests/environments/make.py "$1"; }
+part environments both make transformers vllm
 own=.venv-transformers/bin/python with_vllm=.venv-vllm/bin/python
 
 if [ "$speed" = "not slow" ]; then
@@ -37,8 +44,8 @@ if [ "$speed" = "not slow" ]; then
   legality=(tests/test_state.py tests/test_ledger.py tests/test_steps.py)
   part legality-covered "$own" -m pytest "${legality[@]}" --cov --cov-config=tests/legality.coveragerc
 fi
-part tests "$own" -m pytest -m "$speed and not vllm"
-part tests-vllm "$with_vllm" -m pytest -m "$speed and vllm"
+part tests timeout 1500 "$own" -m pytest -m "$speed and not vllm"
+part tests-vllm timeout 900 "$with_vllm" -m pytest -m "$speed and vllm"
 
 printf '\n==== summary\n%s' "$table"
 [ "$failures" = 0 ] && echo "all good" || echo "$failures of the parts failed; their output is above and in $logs/"

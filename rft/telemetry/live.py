@@ -18,6 +18,7 @@ log = logging.getLogger("rft")
 
 FIRST = ("reward", "accuracy", "length", "kl", "engine_kl", "loss", "grad_norm", "tokens_per_second")
 """What is shown first, in this order, where a run logs it."""
+LABELS = {"tokens_per_second": "tokens/s", "kl": "KL", "engine_kl": "KL to the engine", "grad_norm": "gradient norm"}
 SPARKS = "▁▂▃▄▅▆▇█"
 HISTORY = 32
 
@@ -189,7 +190,7 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def label(name: str) -> str:
     """`tokens_per_second` as a person reads it."""
-    return {"tokens_per_second": "tokens/s", "kl": "KL", "engine_kl": "KL to the engine", "grad_norm": "gradient norm"}.get(name, name.replace("_", " "))
+    return LABELS.get(name, name.replace("_", " "))
 
 
 def number(value: float) -> str:

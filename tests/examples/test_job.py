@@ -132,6 +132,7 @@ def test_ctrl_c_ends_all_ranks_and_leaves_readable_files(model, tmp_path):
     finally:
         for process in filter(alive, [*(family[0].children(recursive=True) if alive(family[0]) else []), *family]):
             process.kill()
+        job.wait()
     assert len(family) >= 3
     assert job.returncode != 0
     assert len(read_lines(folder / "metrics.jsonl")) > 3
