@@ -1,5 +1,6 @@
 """Rewards by rule: the response is right, or it is not."""
 
+import logging
 import re
 from decimal import Decimal
 from typing import Any
@@ -35,9 +36,10 @@ def math_answer() -> RewardFunction:
     except ImportError as error:
         raise BadInput("math_answer needs the package math-verify: pip install 'rft-runtime[gsm8k]'") from error
     library: Any = math_verify
+    # Its own timeouts are signals, which only a main thread may set; `score` has a deadline, so its warnings of that are noise.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def reward(sample: Sample) -> float:
-        # Its own timeouts are signals, which only a main thread may set; `score` has a deadline.
         expected = library.parse(sample.answer, parsing_timeout=None)
         if not expected:
             raise BadInput(f"the reference answer {sample.answer!r} of {sample.question!r} is no mathematics")
