@@ -2,7 +2,11 @@
 
 import dataclasses as dc
 import time
+from collections import deque
 from typing import Protocol
+
+KEPT = 10_000
+"""So that a run that nobody looks at does not fill its memory."""
 
 
 @dc.dataclass(frozen=True)
@@ -27,10 +31,10 @@ class Follower(Protocol):
 
 
 class Trace:
-    """Spans in the order in which they ended; `take` empties it."""
+    """The last spans (`KEPT` of them), in the order in which they ended; `take` empties it."""
 
     def __init__(self) -> None:
-        self._origin, self._begun, self._spans = time.perf_counter(), 0.0, list[Span]()
+        self._origin, self._begun, self._spans = time.perf_counter(), 0.0, deque[Span](maxlen=KEPT)
         self.followers: list[Follower] = []
 
     def begin(self, name: str) -> None:
@@ -46,6 +50,7 @@ class Trace:
             follower.end(name)
 
     def take(self) -> list[Span]:
-        """All spans since the last call."""
-        taken, self._spans = self._spans, []
+        """The spans since the last call."""
+        taken = list(self._spans)
+        self._spans.clear()
         return taken
