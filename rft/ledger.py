@@ -112,7 +112,8 @@ class Ledger:
         except but:
             raise
         except BaseException as error:
-            self._fault, self._held = (part, f"{type(error).__name__}: {error}"), self.living()
+            self._fault = (part, f"{type(error).__name__}: {error}")
+            self._held = self.living() if part == "engine" else None
             if not isinstance(error, Exception):
                 raise
             if part == "engine":
@@ -414,7 +415,7 @@ def _more(kind: Kind, result: Any) -> str:
     if kind == "observation":
         if result is types.NoneType:
             return ""
-        name = result.__name__ if inspect.isclass(result) and result.__name__[0].isupper() else "value"
+        name = result.__name__ if inspect.isclass(result) and re.fullmatch("[A-Z][A-Za-z]*", result.__name__) else "value"
         return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
     return "metrics" if typing.get_origin(result) is tuple else ""
 

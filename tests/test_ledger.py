@@ -272,6 +272,14 @@ def test_a_failure_before_the_first_write_leaves_the_state_living(begun: State) 
     _ = rft.broadcast(begun)
 
 
+def test_nothing_leads_on_from_a_spent_state_where_the_runtime_is_poisoned(begun: State) -> None:
+    state, rollouts = with_old(begun)
+    with failing(state, "step"), pytest.raises(RuntimePoisoned):
+        _ = trained(state, rollouts)
+    with pytest.raises(ConsumedState):
+        _ = rft.recover(begun)
+
+
 def test_any_other_failure_poisons_the_runtime(begun: State) -> None:
     state, rollouts = with_old(begun)
     with failing(state, "step"), pytest.raises(RuntimePoisoned, match="leave `launch`"):

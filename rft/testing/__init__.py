@@ -1,6 +1,6 @@
 """For tests of your own steps, loops and engines: a scripted runtime, and a random walk over every state and step."""
 
-from rft.testing.calls import LIBRARY, SAMPLING, Call, Stash
+from rft.testing.calls import LIBRARY, SAMPLING, Arguments, Call, Refusals, Stash
 from rft.testing.faults import Faults, InjectedFault
 from rft.testing.scripted import scripted_devices, scripted_launch, scripted_minibatch, scripted_prompts, scripted_snapshot
 from rft.testing.walk import RuntimeWalk, walk
@@ -8,9 +8,11 @@ from rft.testing.walk import RuntimeWalk, walk
 __all__ = [
     "LIBRARY",
     "SAMPLING",
+    "Arguments",
     "Call",
     "Faults",
     "InjectedFault",
+    "Refusals",
     "RuntimeWalk",
     "Stash",
     "scripted_devices",

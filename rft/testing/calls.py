@@ -59,11 +59,11 @@ def _prompts(stash: Stash, pick: int) -> Arguments:
 
 def _prompts_and_lag(stash: Stash, pick: int) -> Arguments:
     positional, named = _prompts(stash, pick)
-    return positional, {**named, "max_lag": pick % 3}
+    return positional, {**named, "max_lag": (0, 2, 4)[pick % 3]}
 
 
 def _one_batch(stash: Stash, pick: int) -> Arguments:
-    return (stash.rollouts(pick),), {"max_lag": pick % 2}
+    return (stash.rollouts(pick),), {"max_lag": (0, 2)[pick % 2]}
 
 
 def _adopted(stash: Stash, pick: int) -> Arguments:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import rft
@@ -17,9 +17,19 @@ from rft.effects import placement, rollout, scoring, sync, training
 from rft.ledger import TABLE
 from rft.testing import LIBRARY, Call, scripted_launch, walk
 
-QUICK = settings(max_examples=200, stateful_step_count=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+# Ten walks of twenty runs get further than one of two hundred, of which many are much alike. A failure is not made smaller here: that
+# may take minutes; run the walk by itself for it, with `Phase.shrink`.
+WALKS = 10
+QUICK = settings(
+    max_examples=20,
+    stateful_step_count=50,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
 SLOW = settings(QUICK, max_examples=3000, stateful_step_count=100)
-HUNT = settings(QUICK, phases=[Phase.generate], derandomize=True, report_multiple_bugs=False)
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +43,10 @@ def _table_is_left_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tally() -> Counter[tuple[str, str]]:
-    """What a walk of many runs of fifty moves did."""
+    """What two hundred runs of fifty moves did."""
     counted = Counter[tuple[str, str]]()
-    run_state_machine_as_test(walk(tally=counted), settings=QUICK)
+    for number in range(WALKS):
+        run_state_machine_as_test(seed(number)(walk(tally=counted)), settings=QUICK)
     return counted
 
 
@@ -161,16 +172,24 @@ EFFECTS: dict[str, tuple[types.ModuleType, str, str]] = {
 # fmt: on
 
 
-def test_a_faithful_copy_passes() -> None:
+def is_found(steps: Any) -> bool:
+    """Whether one of the walks fails over a copy of the library's steps."""
+    for number in range(WALKS):
+        try:
+            run_state_machine_as_test(seed(number)(walk(*calls_of(steps))), settings=QUICK)
+        except (AssertionError, KeyError):
+            return True
+    return False
+
+
+def test_nothing_is_found_in_a_faithful_copy() -> None:
     steps = seeded("faithful_steps", rft.steps, sync=seeded("faithful_sync", sync))
-    run_state_machine_as_test(walk(*calls_of(steps)), settings=settings(HUNT, max_examples=30))
+    run_state_machine_as_test(walk(*calls_of(steps)), settings=QUICK)
 
 
 @pytest.mark.parametrize("bug", STEPS)
 def test_a_bug_seeded_into_the_steps_is_found(bug: str) -> None:
-    steps = seeded("seeded_steps", rft.steps, *STEPS[bug])
-    with pytest.raises((AssertionError, KeyError)):
-        run_state_machine_as_test(walk(*calls_of(steps)), settings=HUNT)
+    assert is_found(seeded("seeded_steps", rft.steps, *STEPS[bug]))
 
 
 @pytest.mark.parametrize("bug", EFFECTS)
@@ -180,6 +199,4 @@ def test_a_bug_seeded_into_an_effect_is_found(bug: str) -> None:
     effects = {module.__name__.rpartition(".")[2]: effect}
     if module is scoring:
         effects["training"] = seeded("seeded_training", training, join=effect.join)
-    steps = seeded("seeded_steps", rft.steps, **effects)
-    with pytest.raises((AssertionError, KeyError)):
-        run_state_machine_as_test(walk(*calls_of(steps)), settings=HUNT)
+    assert is_found(seeded("seeded_steps", rft.steps, **effects))
