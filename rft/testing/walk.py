@@ -41,7 +41,7 @@ from rft.engines.scripted import scripted_logprob
 from rft.errors import ConsumedState, EngineFailed, EnginePoisoned, IllegalStep, RftError, RuntimeClosed, RuntimePoisoned
 from rft.experience import Rollouts
 from rft.ledger import joint_of, legal, route
-from rft.state import ACTOR_OPTIMIZER, AXES, Awake, NoOld, OldLogProbs, OnDevice, RuntimeState
+from rft.state import ACTOR_OPTIMIZER, AXES, Awake, BatchId, NoOld, OldLogProbs, OnDevice, RuntimeState
 from rft.steps import broadcast, generate, wake
 from rft.testing.calls import LIBRARY, SAMPLING, Arguments, Call, State
 from rft.testing.faults import InjectedFault
@@ -79,7 +79,7 @@ disguises = st.sampled_from(["itself"] * 8 + list(DISGUISES)[1:])
 launches = st.sampled_from(LAUNCHES)
 # Most steps reach one verb or two, a broadcast a dozen.
 fault_points = st.sampled_from([*[None] * 12, *[0] * 6, *[1] * 4, 2, 2, *range(3, 12)])
-picks = st.integers(min_value=0, max_value=11)
+picks = st.integers(min_value=0, max_value=59)
 numbers = st.integers(min_value=0, max_value=1 << 16)
 
 
@@ -187,8 +187,11 @@ class RuntimeWalk(RuleBasedStateMachine):
             assert _snapshot(state) == snapshot
 
     def rollouts(self, pick: int) -> Rollouts:
-        """The newest, or some older ones."""
-        return self._rollouts[-1] if pick % 3 else self._rollouts[pick % len(self._rollouts)]
+        """Those of the batch in hand, if there is one, or else the newest; now and then any others."""
+        if pick % 3 == 0:
+            return self._rollouts[pick // 3 % len(self._rollouts)]
+        old = self._living.old
+        return self._of_batch(old.batches[0].batch) if isinstance(old, OldLogProbs) else self._rollouts[-1]
 
     def _launch(self, abilities: dict[str, Any]) -> None:
         self._launches.close()
@@ -279,9 +282,12 @@ class RuntimeWalk(RuleBasedStateMachine):
         else:
             assert (old.version, old.steps) == (before.version, 0)
 
+    def _of_batch(self, batch: BatchId) -> Rollouts:
+        return next(rollouts for rollouts in self._rollouts if rollouts.batch == batch)
+
     def _check_old(self, old: OldLogProbs) -> None:
         for part in old.batches:
-            rollouts = next(rollouts for rollouts in self._rollouts if rollouts.batch == part.batch)
+            rollouts = self._of_batch(part.batch)
             if part.values is None:
                 assert old.source == "first_step"
             else:
