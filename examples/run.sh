@@ -9,6 +9,7 @@ case " $* " in *" --engine vllm "* | *" --engine=vllm "*) environment=vllm ;; es
 python=$("$(command -v python3.11 || command -v python3)" tests/environments/make.py "$environment")
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false TQDM_DISABLE=1
+unset PYTHONDONTWRITEBYTECODE # so that the second start does not compile torch again
 model=$("$python" examples/smollm2.py .cache/SmolLM2-135M-Instruct)
 
 case " $* " in *" --help "* | *" -h "*) exec "$python" examples/grpo_arithmetic.py --help ;; esac

@@ -11,6 +11,7 @@ case "$*" in
 esac
 
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYRIGHT_PYTHON_IGNORE_WARNINGS=1
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes import torch, and compiling it each time would double that
 logs=.cache/test-logs
 rm -rf "$logs" && mkdir -p "$logs"
 table="" failures=0
