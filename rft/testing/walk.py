@@ -181,8 +181,9 @@ class RuntimeWalk(RuleBasedStateMachine):
             self._check_old(state.old)
 
     def teardown(self) -> None:
-        """Leaves all launches; no state that was ever made has been mutated."""
+        """Leaves all launches; no state that was ever made has been mutated, and none can be pickled."""
         self._launches.close()
+        assert not self._states or _refuses_pickling(self._living)
         for state, snapshot in self._states:
             assert _snapshot(state) == snapshot
 
@@ -326,8 +327,7 @@ def _exact(rollouts: Rollouts, version: int) -> torch.Tensor:
     return values
 
 
-def refuses_pickling(state: State) -> bool:
-    """Whether a state refuses to be pickled, as it must."""
+def _refuses_pickling(state: State) -> bool:
     try:
         _ = pickle.dumps(state)
     except ConsumedState:
