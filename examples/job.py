@@ -78,6 +78,7 @@ class Job:
             ),
             tensor_parallel=self.tensor_parallel,
             seed=self.seed,
+            probe_every=10,  # each probe gathers the whole Actor once more, which is a second on two CPU cores
         )
 
     def sampling(self) -> rft.Sampling:
