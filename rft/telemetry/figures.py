@@ -9,6 +9,8 @@ BLUE = "#4c8dff"
 PALETTE = ("#4c8dff", "#f2a65a", "#4bc08f", "#e06c9f", "#a98bff", "#e5c04b", "#5bc6d6", "#e8705a", "#8fb35a", "#b08968")
 TEXT = "#8b93a5"
 GRID = "rgba(139,147,165,0.18)"
+WHOLE_TICKS = 12
+"""Up to so many steps every one gets a tick; there is no half a step."""
 SMOOTH = 5
 """Half-width, in steps, of the moving mean that is drawn over a noisy curve."""
 
@@ -24,6 +26,8 @@ def curve(metrics: Sequence[Mapping[str, Any]], name: str) -> str:
     figure.add_scatter(x=steps, y=values, mode="lines+markers", opacity=0.35 if many else 1.0, line=_line(1.5), marker=_dots(many))
     if many:
         figure.add_scatter(x=steps, y=_moving_mean(values), mode="lines", line=_line(2.5), hoverinfo="skip")
+    if max(steps, default=0) <= WHOLE_TICKS:
+        figure.update_xaxes(dtick=1)
     return _html(figure, height=230, xaxis_title="step")
 
 
