@@ -70,7 +70,8 @@ def grpo(*, clip: float = 0.2, correction_cap: float | None = None) -> Objective
     then measured against the engine.
 
     Metrics, over the sampled tokens of the global batch: `clip_fraction`, `ratio_mean`, `kl` (k3 of old to new), `engine_kl`
-    (k3 of the distribution sampled from to new), and with `correction_cap` also `correction_mean`. Raises `BadInput` for a clip or a cap that is not above 0.
+    (k3 of the distribution sampled from to new), and with `correction_cap` also `correction_mean`. Raises `BadInput` for a clip or a
+    cap that is not above 0.
 
     Source: Shao et al., DeepSeekMath, https://arxiv.org/abs/2402.03300 (the mean over tokens instead of sequences: Yu et al., DAPO,
     https://arxiv.org/abs/2503.14476).
