@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rft.engines.faults import Faults
 from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.errors import SyncFailed
 from rft.experience import Sampling
 from rft.ops.checksum import checksum
-from rft.testing.faults import Faults
 
 VOCABULARY = 11
 END = 0

@@ -1,7 +1,7 @@
 """For tests of your own steps, loops and engines: a scripted runtime, and a random walk over every state and step."""
 
+from rft.engines.faults import Faults, InjectedFault
 from rft.testing.calls import LIBRARY, SAMPLING, Arguments, Call, Refusals, Stash
-from rft.testing.faults import Faults, InjectedFault
 from rft.testing.scripted import scripted_devices, scripted_launch, scripted_minibatch, scripted_prompts, scripted_snapshot
 from rft.testing.walk import RuntimeWalk, walk
 

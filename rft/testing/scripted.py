@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from rft.effects.runtime import Runtime, runtime_of
+from rft.engines.faults import Faults
 from rft.engines.scripted import VOCABULARY, ScriptedEngine
 from rft.experience import Minibatch, Prompts, Rollouts, experience, take
 from rft.ledger import beginning
@@ -16,7 +17,6 @@ from rft.parallel.lockstep import Lockstep
 from rft.parallel.world import World
 from rft.spec import LaunchSpec
 from rft.state import ACTOR_OPTIMIZER, Asleep, NoOld, OnDevice, Placement, Roles, RuntimeState, Stale, first_state
-from rft.testing.faults import Faults
 from rft.trainers.scripted import ScriptedTrainer
 
 

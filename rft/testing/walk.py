@@ -37,6 +37,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rft import tree
+from rft.engines.faults import InjectedFault
 from rft.engines.scripted import scripted_logprob
 from rft.errors import ConsumedState, EngineFailed, EnginePoisoned, IllegalStep, RftError, RuntimeClosed, RuntimePoisoned
 from rft.experience import Rollouts
@@ -44,7 +45,6 @@ from rft.ledger import joint_of, legal, route
 from rft.state import ACTOR_OPTIMIZER, AXES, Awake, BatchId, NoOld, OldLogProbs, OnDevice, RuntimeState
 from rft.steps import broadcast, generate, wake
 from rft.testing.calls import LIBRARY, SAMPLING, Arguments, Call, State
-from rft.testing.faults import InjectedFault
 from rft.testing.scripted import scripted_devices, scripted_launch, scripted_prompts, scripted_snapshot
 
 Disguise = Callable[[State], State]

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
+from rft.engines.faults import Faults
 from rft.engines.scripted import scripted_logprob
 from rft.experience import Minibatch
 from rft.objectives import MicroBatch, Objective, Totals
-from rft.testing.faults import Faults
 from rft.trainers.protocol import Part, TensorSpec
 
 
