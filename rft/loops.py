@@ -6,6 +6,7 @@ They know nothing that a user's function could not know; none is a step.
 import dataclasses as dc
 
 from rft.data.minibatches import Cut, minibatches
+from rft.errors import IllegalStep
 from rft.experience import Experience, Prompts, Rollouts, Sampling
 from rft.objectives import Objective
 from rft.rewards.scoring import RewardFunction, Rewards
@@ -14,7 +15,9 @@ from rft.steps import Metrics, average, broadcast, finish_batch, generate, rewar
 
 
 def refresh(state: RuntimeState[Asleep, Fresh | Stale, A, O], /) -> RuntimeState[Awake, Fresh, A, O]:
-    """Broadcast, then wake: the engine generates from the current weights."""
+    """Broadcast, then wake: the engine generates from the current weights. An engine that is awake is refused before either."""
+    if type(state.engine) is not Asleep:
+        raise IllegalStep("refresh(state) is broadcast and wake, and the engine is awake; write instead: state = broadcast(state)")
     return wake(broadcast(state))
 
 

@@ -142,6 +142,9 @@ class LaunchSpec:
 
     def __post_init__(self) -> None:
         _at_least_one(self, "tensor_parallel")
+        for name, part in (("engine", self.engine), ("trainer", self.trainer)):
+            if part is not None and not hasattr(part, "build"):
+                raise BadInput(f"LaunchSpec.{name} must be a specification such as TransformersEngine(), got {part!r}")
         if self.deadline_s <= 0 or self.probe_every < 0 or (self.device_bytes is not None and self.device_bytes < 1):
             raise BadInput("deadline_s must be above 0, probe_every at least 0, device_bytes at least 1 or None")
 

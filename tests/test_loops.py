@@ -24,6 +24,13 @@ def begun() -> Iterator[State]:
         yield state
 
 
+def test_refresh_of_an_engine_that_is_awake_uses_nothing_up(begun: State) -> None:
+    state = rft.refresh(begun)
+    with pytest.raises(rft.IllegalStep, match="state = broadcast"):
+        _ = rft.refresh(state)
+    assert type(rft.broadcast(state).weights) is rft.Fresh
+
+
 def test_refresh_is_broadcast_and_wake(begun: State) -> None:
     state = rft.refresh(begun)
     assert rft.describe(state) == "RuntimeState[Awake, Fresh, OnDevice, NoOld] (version 0, generation 2)"

@@ -25,6 +25,11 @@ def build(spec: TransformersEngine, model: ModelFolder, world: World) -> "Transf
             f"the transformers engine holds the whole model on every rank, so tensor_parallel={world.tp_size} cannot work: "
             "set tensor_parallel=1, or use VLLMEngine"
         )
+    longest = int(getattr(model.config, "max_position_embeddings", spec.max_model_len))
+    if spec.max_model_len > longest:
+        raise BadInput(
+            f"max_model_len={spec.max_model_len} is more than the model's {longest}; set TransformersEngine(max_model_len={longest})"
+        )
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
