@@ -80,7 +80,7 @@ def test_old_logprobs_of_the_first_step_stand_for_one_step_and_have_no_values() 
 def test_a_state_is_frozen_and_shows_its_axes() -> None:
     state = first_state(Devices(), Roles())
     with pytest.raises(dc.FrozenInstanceError):
-        state.weights = rft.Fresh(VERSION)  # type: ignore
+        state.weights = rft.Fresh(VERSION)
     assert rft.describe(state) == "RuntimeState[Asleep, Stale, OnDevice, NoOld] (version 0, generation 0)"
     assert "devices" not in repr(state)
 
@@ -146,7 +146,7 @@ def flattened_and_rebuilt(state: State) -> State:
 def test_whatever_equals_the_living_state_is_not_it(disguise: object) -> None:
     with scripted_launch() as begun:
         state, _ = with_old(begun)
-        other = disguise(state)  # type: ignore
+        other = disguise(state)
         assert rft.describe(other) == rft.describe(state)
         assert rft.legal(other) == ()
         with refused(state, ConsumedState, "sleep(state)", "a copy", "state = step(state)"):

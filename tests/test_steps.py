@@ -344,7 +344,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_state_living(begun: State) -> 
     def step(*_: object) -> dict[str, float]:
         raise NonFiniteGradient("the gradient's norm is nan")
 
-    scripted_devices(state).trainer.step = step  # type: ignore
+    scripted_devices(state).trainer.step = step
     with refused(state, NonFiniteGradient, "norm is nan"):
         _ = trained(state, rollouts)
 
@@ -597,7 +597,7 @@ class ScriptedEngineSpec:
             raise rft.MissingEngine("install it by hand")
         self.built.append("engine")
         engine = ScriptedEngine(Faults())
-        engine.close = lambda: self.built.append("engine closed")  # type: ignore
+        engine.close = lambda: self.built.append("engine closed")
         return engine
 
 
@@ -610,7 +610,7 @@ class ScriptedTrainerSpec:
     def build(self, *_: object) -> ScriptedTrainer:
         self.built.append("trainer")
         trainer = ScriptedTrainer(Faults())
-        trainer.close = lambda: self.built.append("trainer closed")  # type: ignore
+        trainer.close = lambda: self.built.append("trainer closed")
         return trainer
 
 

@@ -37,7 +37,7 @@ def test_what_lies_on_the_device_is_told_by_what_it_is_for(begun: State) -> None
 
 @pytest.mark.parametrize(("keeps", "left"), [("device", {"engine weights": 64}), ("host", {})])
 def test_weights_that_are_kept_lie_where_the_engine_keeps_them(keeps: str, left: dict[str, int]) -> None:
-    with scripted_launch(keeps=keeps) as begun:  # type: ignore
+    with scripted_launch(keeps=keeps) as begun:
         state = rft.sleep_keeping(rft.wake(rft.broadcast(rft.offload(begun, rft.ACTOR_OPTIMIZER))))
         assert budget.on_device(state) == {"actor": 128} | left
         assert budget.on_device(rft.wake(state)) == {"actor": 128, "engine weights": 64, "engine cache": 32}

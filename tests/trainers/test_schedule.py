@@ -31,4 +31,4 @@ def test_cosine() -> None:
 @pytest.mark.parametrize("total", [None, 3, 2])
 def test_without_an_end_after_the_warm_up_it_is_refused(schedule: str, total: int | None) -> None:
     with pytest.raises(BadInput, match="total_steps"):
-        FSDP2Trainer(schedule=schedule, warmup_steps=3, total_steps=total)  # type: ignore[arg-type]
+        FSDP2Trainer(schedule=schedule, warmup_steps=3, total_steps=total)
