@@ -21,6 +21,7 @@ from rft.testing import LIBRARY, Call, scripted_launch, walk
 # may take minutes; run the walk by itself for it, with `Phase.shrink`.
 WALKS = 10
 QUICK = settings(
+    derandomize=False,  # hypothesis turns it on by itself under CI=true, and every walk would be the same one
     max_examples=20,
     stateful_step_count=50,
     deadline=None,
@@ -61,17 +62,17 @@ def test_every_step_is_taken_often(tally: Counter[tuple[str, str]], call: Call) 
 @pytest.mark.parametrize(
     ("error", "least"),
     [
-        ("ConsumedState", 300),
-        ("IllegalStep", 300),
+        ("ConsumedState", 150),
+        ("IllegalStep", 150),
         ("EngineFailed", 30),
         ("EnginePoisoned", 30),
         ("RuntimePoisoned", 10),
         ("RuntimeClosed", 3),
         ("InjectedFault", 30),
         ("RoleError", 50),
-        ("WrongBatch", 5),
-        ("TooStale", 20),
-        ("DoesNotFit", 5),
+        ("WrongBatch", 1),
+        ("TooStale", 5),
+        ("DoesNotFit", 1),
     ],
 )
 def test_every_kind_of_refusal_and_failure_is_met(tally: Counter[tuple[str, str]], error: str, least: int) -> None:
