@@ -452,7 +452,7 @@ DESIGN = {
 }
 """The design's table, written out: what each step needs of the four axes, and what it makes of them."""
 
-ROWS = {edge.name: edge for edge in table.library_steps()}
+ROWS = {edge.name: edge for edge in table.rows_of_the_library()}
 JOINTS: list[Joint] = [cast(Joint, joint) for joint in itertools.product(*(both for _, both in AXES))]
 
 

@@ -2,5 +2,5 @@
 
 from rft.steps import table
 
-EDGES = table.library_steps()
+EDGES = table.rows_of_the_library()
 print(f"{table.as_text(EDGES)}\n\n```mermaid\n{table.as_mermaid(EDGES)}\n```")

@@ -6,7 +6,7 @@ from rft.ledger import TABLE, Edge, Joint, needs
 from rft.state import AXES
 
 
-def library_steps() -> tuple[Edge, ...]:
+def rows_of_the_library() -> tuple[Edge, ...]:
     """The library's own rows, in the order of their definition."""
     return tuple(edge for (module, _), edge in TABLE.items() if module == "rft.steps")
 
