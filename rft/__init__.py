@@ -23,10 +23,10 @@ from rft.errors import (
     TooStale,
     WrongBatch,
 )
-from rft.experience import Experience, Minibatch, Prompts, Rollouts, Sampling, concatenate, experience, take
+from rft.experience import Experience, Minibatch, Prompts, Rollouts, Sampling, concatenate, demonstrations, experience, take
 from rft.ledger import TABLE, Edge, describe, legal, observation, transition
 from rft.loops import Collected, Evaluation, collect, evaluate, refresh, update
-from rft.objectives import LossTerms, MicroBatch, Objective, Totals, grpo
+from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals, grpo
 from rft.rewards.scoring import RewardFailure, RewardFunction, Rewards, Sample
 from rft.spec import EngineSpec, FSDP2Trainer, LaunchSpec, TrainerSpec, TransformersEngine, VLLMEngine
 from rft.state import (
@@ -145,6 +145,7 @@ __all__ = [
     "Rollouts",
     "Sampling",
     "concatenate",
+    "demonstrations",
     "experience",
     "take",
     # mini-batches
@@ -154,6 +155,7 @@ __all__ = [
     "LossTerms",
     "MicroBatch",
     "Objective",
+    "TokenScores",
     "Totals",
     "grpo",
     # rewards

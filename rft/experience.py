@@ -19,6 +19,9 @@ from rft.errors import BadInput, ShapeError
 from rft.shapes import check_record
 from rft.state import BatchId, PolicyVersion
 
+DEMONSTRATIONS = BatchId("demonstrations")
+"""The batch that demonstrated rows are of; no rollouts have it."""
+
 Finish = Literal["stop", "length"]
 """Why a response ended: `stop`, it sampled an end token (which is part of it); `length`, it was cut off and has no end token."""
 
@@ -113,9 +116,10 @@ class Rollouts:
 @tree.record
 @dc.dataclass(frozen=True, kw_only=True, eq=False)
 class Experience:
-    """Rollouts with their rewards and advantages: what is trained on.
+    """Rollouts with their rewards and advantages, and demonstrations: what is trained on.
 
-    Row i is row `rows[i]` of the rollouts `batches[origin[i]]`; old log-probs are joined by these two.
+    Row i is row `rows[i]` of the rollouts `batches[origin[i]]`; old log-probs are joined by these two. A row that is `demonstrated` was
+    not sampled but is to be imitated: its `sampled` marks the tokens to imitate, and it has neither reward, advantage nor old log-probs.
     """
 
     batches: tuple[BatchId, ...]
@@ -128,7 +132,11 @@ class Experience:
     groups: Int64[Tensor, "batch"]
     rewards: Float32[Tensor, "batch"]
     advantages: Float32[Tensor, "batch seq"]
-    temperature: float
+    temperature: Float32[Tensor, "batch"]
+    """That each row was sampled at, and is scored at."""
+    demonstrated: Bool[Tensor, "batch"]
+    reference: Float32[Tensor, "batch seq"] | None = None
+    """log p of the frozen Reference, at the same temperature; for a penalty on the KL to it."""
 
     def __post_init__(self) -> None:
         check_record(self)
@@ -145,8 +153,17 @@ class Minibatch(Experience):
     """The rows of an experience that one optimizer step takes on this rank; made by `minibatches`."""
 
 
-def experience(rollouts: Rollouts, rewards: Float32[Tensor, "batch"], advantages: Float32[Tensor, "batch seq"]) -> Experience:
-    """Joins rollouts with rewards `[batch]` and advantages `[batch, seq]` (float32). Raises `ShapeError` where they do not fit."""
+def experience(
+    rollouts: Rollouts,
+    rewards: Float32[Tensor, "batch"],
+    advantages: Float32[Tensor, "batch seq"],
+    *,
+    reference: Float32[Tensor, "batch seq"] | None = None,
+) -> Experience:
+    """Joins rollouts with rewards `[batch]`, advantages and the Reference's log-probs `[batch, seq]`, all float32.
+
+    Raises `ShapeError` where they do not fit.
+    """
     return Experience(
         batches=(rollouts.batch,),
         origin=torch.zeros_like(rollouts.groups),
@@ -158,24 +175,57 @@ def experience(rollouts: Rollouts, rewards: Float32[Tensor, "batch"], advantages
         groups=rollouts.groups,
         rewards=rewards,
         advantages=advantages,
-        temperature=rollouts.sampling.temperature,
+        temperature=torch.full_like(rewards, rollouts.sampling.temperature),
+        demonstrated=torch.zeros_like(rollouts.groups, dtype=torch.bool),
+        reference=reference,
+    )
+
+
+def demonstrations(tokens: Int64[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq"], learned: Bool[Tensor, "batch seq"]) -> Experience:
+    """Rows to imitate: `mask` marks their tokens, `learned` those to learn (not the prompt). Scored at temperature 1.
+
+    On their own they are for `supervised_step`; joined to rollouts by `concatenate`, for an objective with a supervised part.
+    """
+    nothing, each = torch.zeros(tokens.shape), torch.arange(len(tokens))
+    return Experience(
+        batches=(DEMONSTRATIONS,),
+        origin=torch.zeros_like(each),
+        rows=each,
+        tokens=tokens,
+        mask=mask,
+        sampled=learned,
+        logprobs=nothing,
+        groups=torch.full_like(each, -1),
+        rewards=torch.zeros(len(tokens)),
+        advantages=nothing,
+        temperature=torch.ones(len(tokens)),
+        demonstrated=torch.ones(len(tokens), dtype=torch.bool),
     )
 
 
 def concatenate(*parts: Experience) -> Experience:
-    """One experience of several, padded to the longest. Raises `BadInput` for none, or for different temperatures."""
+    """One experience of several, padded to the longest.
+
+    Raises `BadInput` for none, and where some have the Reference's log-probs and others, that are no demonstrations, have not.
+    """
     if not parts:
         raise BadInput("concatenate needs at least one experience")
-    if len({part.temperature for part in parts}) > 1:
-        raise BadInput(f"experiences sampled at different temperatures cannot be joined: {[p.temperature for p in parts]}")
     batches = tuple(dict.fromkeys(b for part in parts for b in part.batches))
     width = max(part.tokens.shape[1] for part in parts)
     joined: dict[str, Any] = {
         name: torch.cat([_widened(getattr(part, name), width) for part in parts])
-        for name in ("rows", "tokens", "mask", "sampled", "logprobs", "groups", "rewards", "advantages")
+        for name in ("rows", "tokens", "mask", "sampled", "logprobs", "groups", "rewards", "advantages", "temperature", "demonstrated")
     }
     origin = [torch.tensor([batches.index(part.batches[o]) for o in part.origin.tolist()], dtype=torch.int64) for part in parts]
-    return Experience(batches=batches, origin=torch.cat(origin), temperature=parts[0].temperature, **joined)
+    return Experience(batches=batches, origin=torch.cat(origin), reference=_references(parts, width), **joined)
+
+
+def _references(parts: tuple[Experience, ...], width: int) -> Tensor | None:
+    if all(part.reference is None for part in parts):
+        return None
+    if any(part.reference is None and not bool(part.demonstrated.all()) for part in parts):
+        raise BadInput("some of the experiences have the Reference's log-probs and some have not; give them to all, or to none")
+    return torch.cat([_widened(torch.zeros(p.tokens.shape) if p.reference is None else p.reference, width) for p in parts])
 
 
 def take(source: Experience, rows: Int64[Tensor, "row"]) -> Minibatch:

@@ -1,4 +1,4 @@
-"""What a loss is to a trainer: an `Objective` maps the new log-probs of one micro-batch to its share of the step's loss.
+"""What a loss is to a trainer: an `Objective` maps the new scores of one micro-batch to its share of the step's loss.
 
 A trainer knows no formula and an objective no rank: the trainer cuts the global batch into micro-batches and adds up what the
 objective gives, over micro-batches and ranks; the objective divides by the whole batch's `Totals`. So a batch has one loss and one
@@ -14,20 +14,25 @@ from torch import Tensor
 from rft import tree
 from rft.errors import BadInput
 from rft.experience import Minibatch
+from rft.ops.aggregation import Totals
 from rft.ops.corrections import truncated_weights
 from rft.ops.kl import k3
 from rft.ops.losses import clipped_surrogate, negative_log_likelihood
 from rft.ops.masked import masked_mean
+from rft.shapes import check_record
 
 
-@dc.dataclass(frozen=True, kw_only=True)
-class Totals:
-    """Denominators over the whole global batch of one optimizer step: all ranks, all micro-batches."""
+@dc.dataclass(frozen=True, kw_only=True, eq=False)
+class TokenScores:
+    """What the Actor says of each token now, with gradient; 0 where nothing is sampled."""
 
-    tokens: int
-    """Sampled tokens."""
-    sequences: int
-    """Rows with at least one sampled token."""
+    logprobs: Float32[Tensor, "batch seq"]
+    """log p(token t | before t), in nats, at the row's temperature."""
+    entropy: Float32[Tensor, "batch seq"]
+    """Of the distribution that token t is drawn from, in nats, at the row's temperature."""
+
+    def __post_init__(self) -> None:
+        check_record(self)
 
 
 @tree.record
@@ -55,8 +60,8 @@ class LossTerms:
     metrics: dict[str, Tensor]
 
 
-Objective = Callable[[Float32[Tensor, "batch seq"], MicroBatch, Totals], LossTerms]
-"""(new log-probs [batch, seq] with gradient, 0 where nothing is sampled; the micro-batch; the totals) -> loss and metrics."""
+Objective = Callable[[TokenScores, MicroBatch, Totals], LossTerms]
+"""(the Actor's scores of the micro-batch's tokens, with gradient; the micro-batch; the totals) -> loss and metrics."""
 
 
 def grpo(*, clip: float = 0.2, correction_cap: float | None = None) -> Objective:
@@ -79,8 +84,8 @@ def grpo(*, clip: float = 0.2, correction_cap: float | None = None) -> Objective
     if clip <= 0 or (correction_cap is not None and correction_cap <= 0):
         raise BadInput(f"grpo: clip and correction_cap must be above 0, got {clip} and {correction_cap}")
 
-    def objective(new: Float32[Tensor, "batch seq"], micro: MicroBatch, totals: Totals) -> LossTerms:
-        mask, advantages = micro.rows.sampled, micro.rows.advantages
+    def objective(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
+        new, mask, advantages = scores.logprobs, micro.rows.sampled, micro.rows.advantages
         old = new.detach() if micro.old is None else micro.old
         surrogate = clipped_surrogate(new, old, advantages, mask, clip=clip)
         metrics = {
@@ -105,8 +110,8 @@ def supervised() -> Objective:
     `sampled` marks the tokens to learn; advantages and old log-probs are not read.
     """
 
-    def objective(new: Float32[Tensor, "batch seq"], micro: MicroBatch, totals: Totals) -> LossTerms:
-        loss = negative_log_likelihood(new)
+    def objective(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
+        loss = negative_log_likelihood(scores.logprobs)
         return LossTerms(loss=masked_mean(loss, micro.rows.sampled, totals.tokens), metrics={})
 
     return objective

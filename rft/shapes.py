@@ -33,9 +33,11 @@ def checked(function: F) -> F:
 
 
 @functools.cache
-def _array_fields(cls: type) -> tuple[tuple[str, Any], ...]:
+def _array_fields(cls: type) -> tuple[tuple[str, Any, bool], ...]:
+    """(name, annotation of the array, whether it may be None) of every field that is an array."""
     hints = typing.get_type_hints(cls)
-    return tuple((f.name, hints[f.name]) for f in dc.fields(cls) if _is_array(hints[f.name]))
+    either = [(f.name, typing.get_args(hints[f.name]) or (hints[f.name],)) for f in dc.fields(cls)]
+    return tuple((name, arms[0], type(None) in arms) for name, arms in either if _is_array(arms[0]))
 
 
 def _is_array(hint: Any) -> bool:
@@ -48,8 +50,10 @@ def check_record(record: Any) -> None:
     Raises `ShapeError` that names the record, the field, and the axis or dtype that is wrong.
     """
     name, sizes = type(record).__name__, dict[str, tuple[int, str]]()
-    for field, hint in _array_fields(type(record)):
+    for field, hint, optional in _array_fields(type(record)):
         value = getattr(record, field)
+        if value is None and optional:
+            continue
         if not isinstance(value, Tensor):
             raise ShapeError(f"{name}.{field} must be a tensor {_show(hint)}, but is a {type(value).__name__}")
         dtype = str(value.dtype).removeprefix("torch.")

@@ -126,7 +126,9 @@ def test_an_experience_is_its_rollouts_row_by_row() -> None:
     assert experience.batches == ("b",)
     assert (experience.origin.tolist(), experience.rows.tolist()) == ([0, 0], [0, 1])
     assert experience.tokens is rollouts.tokens
-    assert experience.temperature == rollouts.sampling.temperature
+    assert experience.temperature.tolist() == [rollouts.sampling.temperature] * 2
+    assert experience.demonstrated.tolist() == [False, False]
+    assert experience.reference is None
 
 
 def test_concatenating_pads_on_the_right_and_keeps_where_rows_come_from() -> None:
@@ -146,12 +148,35 @@ def test_concatenating_pads_on_the_right_and_keeps_where_rows_come_from() -> Non
     assert again.origin.tolist() == [0, 1, 1, 0, 1, 1]
 
 
-def test_concatenating_nothing_or_different_temperatures_is_refused() -> None:
+def test_rows_keep_the_temperature_that_they_were_sampled_at() -> None:
+    cold = experience_of(rollouts_of(batch=rft.BatchId("c"), sampling=rft.Sampling(temperature=0.5)))
+    assert rft.concatenate(experience_of(rollouts_of()), cold).temperature.tolist() == [1.0, 1.0, 0.5, 0.5]
+
+
+def test_demonstrations_are_joined_to_rollouts() -> None:
+    tokens = torch.tensor([[3, 4, 5, 6, 7, 8]])
+    shown = rft.demonstrations(tokens, tokens > 0, tokens > 4)
+    rollouts = rollouts_of()
+    own = rft.experience(rollouts, torch.ones(2), torch.ones(2, 5), reference=torch.full((2, 5), -3.0))
+    joined = rft.concatenate(own, shown)
+    assert joined.demonstrated.tolist() == [False, False, True]
+    assert joined.batches == (rollouts.batch, "demonstrations")
+    assert joined.tokens[2].tolist() == tokens[0].tolist()
+    assert joined.sampled[2].tolist() == [False, False, True, True, True, True]
+    assert joined.temperature.tolist() == [1.0] * 3
+    assert joined.reference is not None
+    assert joined.reference[:, 0].tolist() == [-3.0, -3.0, 0.0]
+    assert rft.concatenate(shown, shown).reference is None
+
+
+def test_concatenating_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(BadInput, match="at least one"):
         _ = rft.concatenate()
-    cold = experience_of(rollouts_of(sampling=rft.Sampling(temperature=0.5)))
-    with pytest.raises(BadInput, match=r"\[1.0, 0.5\]"):
-        _ = rft.concatenate(experience_of(rollouts_of()), cold)
+    with_reference = rft.experience(rollouts_of(), torch.ones(2), torch.ones(2, 5), reference=torch.zeros(2, 5))
+    with pytest.raises(BadInput, match="Reference's log-probs"):
+        _ = rft.concatenate(with_reference, experience_of(rollouts_of()))
+    with pytest.raises(ShapeError, match=r"Experience\.reference"):
+        _ = rft.experience(rollouts_of(), torch.ones(2), torch.ones(2, 5), reference=torch.zeros(2, 4))
 
 
 def test_taking_rows_keeps_their_order_and_their_origin() -> None:
@@ -265,9 +290,9 @@ def test_batches_of_two_launches_are_never_taken_for_each_other() -> None:
 def test_old_logprobs_are_joined_by_batch_and_row(ready: State) -> None:
     seen: list[torch.Tensor] = []
 
-    def objective(new: torch.Tensor, micro: rft.MicroBatch, totals: rft.Totals) -> rft.LossTerms:
+    def objective(new: rft.TokenScores, micro: rft.MicroBatch, totals: rft.Totals) -> rft.LossTerms:
         assert micro.old is not None
-        seen.append(torch.where(micro.rows.sampled, micro.old - new.detach(), 0.0))
+        seen.append(torch.where(micro.rows.sampled, micro.old - new.logprobs.detach(), 0.0))
         return rft.grpo()(new, micro, totals)
 
     parts = (rft.generate(ready, scripted_prompts(2), SAMPLING), rft.generate(ready, scripted_prompts(1), SAMPLING, draw=1))

@@ -6,12 +6,16 @@ from torch import Tensor
 
 from rft.errors import BadInput
 from rft.experience import Minibatch
-from rft.objectives import MicroBatch, Totals, grpo, supervised
+from rft.objectives import MicroBatch, TokenScores, Totals, grpo, supervised
 from tests.trainers.batches import random_experience, rows_of, some_old
 
 SOURCE = random_experience()
 NEAR = torch.where(SOURCE.sampled, SOURCE.logprobs - 0.1, 0.0)
 TOTALS = Totals(tokens=int(SOURCE.sampled.sum()), sequences=7)
+
+
+def scored(logprobs: Tensor) -> TokenScores:
+    return TokenScores(logprobs=logprobs, entropy=torch.zeros_like(logprobs))
 
 
 def micro(old: Tensor | None, *rows: int) -> MicroBatch:
@@ -24,7 +28,7 @@ def sampled_tokens(rows: Minibatch) -> list[tuple[int, int]]:
 
 def test_grpo_against_a_loop() -> None:
     old = some_old(SOURCE, NEAR)
-    terms = grpo(clip=0.1, correction_cap=1.3)(NEAR, micro(old, *range(8)), TOTALS)
+    terms = grpo(clip=0.1, correction_cap=1.3)(scored(NEAR), micro(old, *range(8)), TOTALS)
     loss = clipped = ratios = kl = engine_kl = corrections = 0.0
     for row, t in sampled_tokens(rows_of(SOURCE, *range(8))):
         ratio, gain = math.exp(NEAR[row, t] - old[row, t]), float(SOURCE.advantages[row, t])
@@ -44,7 +48,7 @@ def test_grpo_against_a_loop() -> None:
 
 def test_the_first_step_needs_no_old_logprobs() -> None:
     new = NEAR.clone().requires_grad_()
-    terms = grpo()(new, micro(None, *range(8)), TOTALS)
+    terms = grpo()(scored(new), micro(None, *range(8)), TOTALS)
     terms.loss.backward()
     assert terms.metrics["ratio_mean"].item() == pytest.approx(1.0)
     assert terms.metrics["kl"].item() == terms.metrics["clip_fraction"].item() == 0.0
@@ -55,21 +59,21 @@ def test_the_first_step_needs_no_old_logprobs() -> None:
 def test_parts_add_up_to_the_whole(objective: object) -> None:
     assert callable(objective)
     old = some_old(SOURCE, NEAR)
-    whole = objective(NEAR, micro(old, *range(8)), TOTALS)
-    parts = [objective(NEAR[list(rows)], micro(old, *rows), TOTALS) for rows in ((5, 0), (3,), (1, 2, 4, 6, 7))]
+    whole = objective(scored(NEAR), micro(old, *range(8)), TOTALS)
+    parts = [objective(scored(NEAR[list(rows)]), micro(old, *rows), TOTALS) for rows in ((5, 0), (3,), (1, 2, 4, 6, 7))]
     torch.testing.assert_close(sum(part.loss for part in parts), whole.loss)
     for name, value in whole.metrics.items():
         torch.testing.assert_close(sum(part.metrics[name] for part in parts), value)
 
 
 def test_supervised_is_the_mean_negative_log_likelihood() -> None:
-    terms = supervised()(NEAR, micro(None, *range(8)), TOTALS)
+    terms = supervised()(scored(NEAR), micro(None, *range(8)), TOTALS)
     expected = -sum(float(NEAR[row, t]) for row, t in sampled_tokens(rows_of(SOURCE, *range(8)))) / TOTALS.tokens
     assert terms.loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_adopted_engine_logprobs_have_a_correction_of_one() -> None:
-    terms = grpo(correction_cap=2.0)(NEAR, micro(SOURCE.logprobs, *range(8)), TOTALS)
+    terms = grpo(correction_cap=2.0)(scored(NEAR), micro(SOURCE.logprobs, *range(8)), TOTALS)
     assert terms.metrics["correction_mean"].item() == pytest.approx(1.0)
 
 

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from rft.effects.runtime import runtime_of
 from rft.errors import BadInput, TooStale, WrongBatch
-from rft.experience import Minibatch, Rollouts
+from rft.experience import DEMONSTRATIONS, Minibatch, Rollouts
 from rft.state import BatchLogProbs, OldLogProbs, RuntimeState
 
 
@@ -46,7 +46,7 @@ def join(call: str, old: OldLogProbs, minibatch: Minibatch) -> Float32[Tensor, "
             "state = finish_batch(state), or use compute_old_logprobs for several steps on one batch"
         )
     known = {part.batch: part.values for part in old.batches}
-    strangers = [batch for batch in minibatch.batches if batch not in known]
+    strangers = [batch for batch in minibatch.batches if batch not in known and batch != DEMONSTRATIONS]
     if strangers:
         raise WrongBatch(
             f"{call}: the mini-batch is of batch {', '.join(strangers)}, and the stored old log-probs are of {', '.join(known)}; "
@@ -58,6 +58,8 @@ def join(call: str, old: OldLogProbs, minibatch: Minibatch) -> Float32[Tensor, "
 def _joined(known: dict[Any, Tensor | None], minibatch: Minibatch) -> Float32[Tensor, "batch seq"]:
     joined = torch.zeros(minibatch.tokens.shape)
     for index, batch in enumerate(minibatch.batches):
+        if batch == DEMONSTRATIONS:
+            continue
         values, here = known[batch], minibatch.origin == index
         assert values is not None
         width = joined.shape[1]

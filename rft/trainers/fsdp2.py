@@ -25,8 +25,8 @@ from rft import tree
 from rft.errors import BadInput, NonFiniteGradient, RftError, RoleError, RuntimePoisoned, ShapeError
 from rft.experience import Minibatch
 from rft.models import ModelFolder
-from rft.objectives import LossTerms, MicroBatch, Objective, Totals
-from rft.ops.logprobs import predictors, token_logprobs
+from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals
+from rft.ops.logprobs import predictors
 from rft.parallel.world import World
 from rft.spec import FSDP2Trainer
 from rft.trainers import hugging_face
@@ -99,7 +99,8 @@ class _FSDP2:
                 index = torch.tensor(rows, dtype=torch.int64)
                 own, wanted = _some_rows(tokens[index], mask[index])
                 with _attention(self._spec, own):
-                    values = self._forward(self._here(own), self._here(wanted), temperature).cpu()
+                    heat = torch.full((len(own),), temperature, device=self._world.device)
+                    values = self._forward(self._here(own), self._here(wanted), heat).logprobs.cpu()
                 result[index] = to_width(values, result.shape[1])[: len(rows)]
         self._reshard()
         return result
@@ -130,18 +131,23 @@ class _FSDP2:
             terms = _asked(objective, new, micro, totals)
             # FSDP averages over the ranks, and the objective has divided by the global batch already. A loss that does not look at
             # the log-probs (a filler's, say) has a gradient too, of 0: every rank runs every backward pass.
-            torch.autograd.backward(terms.loss * self._world.size + 0 * new.sum())
+            torch.autograd.backward(terms.loss * self._world.size + 0 * new.logprobs.sum())
         return {name: value.detach() for name, value in {**terms.metrics, "loss": terms.loss}.items()}
 
-    def _forward(self, tokens: Tensor, wanted: Tensor, temperature: float) -> Tensor:
-        """Log-probs [batch, seq] of the wanted tokens, 0 elsewhere.
+    def _forward(self, tokens: Tensor, wanted: Tensor, temperature: Tensor) -> TokenScores:
+        """Scores [batch, seq] of the wanted tokens, 0 elsewhere.
 
         Rows are padded on the right, where causal attention never looks, so there is no attention mask; and columns that predict
         nothing that is wanted (prompts) do not reach the head.
         """
         columns = predictors(wanted)
-        logits = self._model(input_ids=tokens, use_cache=False, logits_to_keep=columns).logits
-        return torch.where(wanted, token_logprobs(logits, tokens, temperature, columns), 0.0)
+        logits = self._model(input_ids=tokens, use_cache=False, logits_to_keep=columns).logits.float()
+        table = (logits / torch.where(temperature == 0, 1.0, temperature)[:, None, None]).log_softmax(dim=-1)
+        picked = table.gather(2, tokens[:, columns + 1, None]).squeeze(2)
+        empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+        both = (empty.index_copy(1, columns + 1, part) for part in (picked, -(table.exp() * table).sum(dim=-1)))
+        logprobs, entropy = (torch.where(wanted, part, 0.0) for part in both)
+        return TokenScores(logprobs=logprobs, entropy=entropy)
 
     def _update(self) -> dict[str, float]:
         """One global norm over all parameters, the clip, and AdamW."""
@@ -215,7 +221,7 @@ def _shard(model: Any, spec: FSDP2Trainer, world: World) -> None:
             sharded.set_custom_reduce_scatter(GlooReduceScatter())
 
 
-def _asked(objective: Objective, new: Tensor, micro: MicroBatch, totals: Totals) -> LossTerms:
+def _asked(objective: Objective, new: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
     """The objective's answer. Its own refusals come too late to be taken for ours: earlier micro-batches have left gradients."""
     try:
         return objective(new, micro, totals)

@@ -97,6 +97,8 @@ def _filler(batch: Minibatch, with_old: bool) -> MicroBatch:
         groups=one,
         rewards=torch.zeros(1),
         advantages=nothing,
-        temperature=batch.temperature,
+        temperature=torch.ones(1),
+        demonstrated=torch.zeros(1, dtype=torch.bool),
+        reference=None if batch.reference is None else nothing,
     )
     return MicroBatch(rows=rows, old=nothing if with_old else None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from rft.engines.faults import Faults
 from rft.engines.scripted import scripted_logprob
 from rft.experience import Minibatch
-from rft.objectives import MicroBatch, Objective, Totals
+from rft.objectives import MicroBatch, Objective, TokenScores, Totals
 from rft.trainers.protocol import Part, TensorSpec
 
 
@@ -49,7 +49,7 @@ class ScriptedTrainer:
             raise RuntimeError("the optimizer is offloaded")
         new = (self._logprobs(batch.tokens, batch.mask) * batch.sampled).requires_grad_()
         totals = Totals(tokens=int(batch.sampled.sum()), sequences=len(batch))
-        terms = objective(new, MicroBatch(rows=batch, old=old), totals)
+        terms = objective(TokenScores(logprobs=new, entropy=torch.zeros_like(new)), MicroBatch(rows=batch, old=old), totals)
         self.weights = {name: tensor + 1 for name, tensor in self.weights.items()}
         self._pass("step")
         self.moments = self.moments + 1

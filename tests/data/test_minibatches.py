@@ -23,7 +23,8 @@ def experience(rows):
         groups=flat // 2,
         rewards=flat.float(),
         advantages=wide,
-        temperature=1.0,
+        temperature=torch.ones(rows),
+        demonstrated=torch.zeros(rows, dtype=torch.bool),
     )
 
 

@@ -31,7 +31,8 @@ def random_experience(seed: int = 0, temperature: float = 1.0) -> Experience:
         groups=torch.arange(rows) // 4,
         rewards=torch.rand(rows, generator=draw),
         advantages=torch.randn(rows, 1, generator=draw).where(sampled, torch.tensor(0.0)),
-        temperature=temperature,
+        temperature=torch.full((rows,), temperature),
+        demonstrated=torch.zeros(rows, dtype=torch.bool),
     )
 
 

@@ -20,7 +20,7 @@ def plain_logprobs(model: Any, batch: Experience, row: int) -> list[Tensor]:
     """log p of every token of a row but the first, each a scalar with gradient."""
     tokens = batch.tokens[row, : int(batch.mask[row].sum())]
     logits = model(input_ids=tokens[None], use_cache=False).logits[0]
-    table = torch.log_softmax(logits / (batch.temperature or 1.0), dim=-1)
+    table = torch.log_softmax(logits / (float(batch.temperature[row]) or 1.0), dim=-1)
     return [table[t - 1, tokens[t]] for t in range(1, len(tokens))]
 
 

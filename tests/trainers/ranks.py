@@ -17,7 +17,7 @@ from torch import Tensor
 from rft.errors import BadInput, NonFiniteGradient, RftError, RuntimePoisoned
 from rft.experience import Minibatch
 from rft.models import find_model
-from rft.objectives import LossTerms, MicroBatch, Objective, Totals, grpo, supervised
+from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals, grpo, supervised
 from rft.parallel.world import World, open_world
 from rft.spec import FSDP2Trainer
 from tests.trainers.batches import random_experience, rows_of, some_old
@@ -72,7 +72,7 @@ def gradient(
 def constant_loss(world: World) -> Any:
     """An objective that gives a number where it finds nothing sampled; the rank without rows meets it."""
 
-    def careful(new: Tensor, micro: MicroBatch, totals: Totals) -> LossTerms:
+    def careful(new: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
         terms = grpo()(new, micro, totals)
         return terms if micro.rows.sampled.any() else dc.replace(terms, loss=torch.tensor(0.0))
 
@@ -121,7 +121,7 @@ def five_steps(world: World) -> Any:
     batch, old = share(world)
     seen = []
     for _ in range(5):
-        logprobs = trainer.logprobs(batch.tokens, batch.mask, batch.temperature)
+        logprobs = trainer.logprobs(batch.tokens, batch.mask, 1.0)
         seen.append({"logprobs": logprobs, **trainer.step(batch, old, grpo())})
     return {"steps": seen, "weights": weights(trainer)}
 
@@ -202,7 +202,7 @@ def not_finite(world: World) -> Any:
     hurt, well = build(world), build(world)
     batch, old = share(world)
 
-    def broken(new: Tensor, micro: MicroBatch, totals: Totals) -> LossTerms:
+    def broken(new: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
         terms = grpo()(new, micro, totals)
         return dc.replace(terms, loss=terms.loss * float("nan")) if world.rank == world.size - 1 else terms
 
@@ -231,15 +231,16 @@ def bad_batches(world: World) -> Any:
 
 
 def uneven_metrics(world: World) -> Objective:
-    def objective(new: Tensor, *_: Any) -> LossTerms:
-        return LossTerms(loss=new.sum(), metrics={f"of rank {world.rank}": new.detach().sum()})
+    def objective(new: TokenScores, *_: Any) -> LossTerms:
+        return LossTerms(loss=new.logprobs.sum(), metrics={f"of rank {world.rank}": new.logprobs.detach().sum()})
 
     return objective
 
 
 def failing_objective(world: World) -> Any:
-    def objective(new: Tensor, micro: MicroBatch, totals: Totals) -> LossTerms:
-        return grpo()(new[:, 1:], micro, totals)
+    def objective(new: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
+        cropped = TokenScores(logprobs=new.logprobs[:, 1:], entropy=new.entropy[:, 1:])
+        return grpo()(cropped, micro, totals)
 
     return refusal(lambda: build(world).step(share(world)[0], None, objective), RuntimePoisoned)
 

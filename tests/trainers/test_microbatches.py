@@ -41,7 +41,6 @@ def test_a_filler_has_nothing_sampled(old: torch.Tensor | None) -> None:
     assert not micro.rows.sampled.any()
     assert micro.rows.tokens.shape == (1, 2)
     assert (micro.old is None) == (old is None)
-    assert cut(rows_of(SOURCE), old, ()).rows.temperature == SOURCE.temperature
 
 
 def test_a_row_of_one_token_gets_a_column_to_predict() -> None:
