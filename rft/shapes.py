@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from beartype import beartype
+from beartype import BeartypeConf, beartype
 from jaxtyping import AbstractArray, TypeCheckError, jaxtyped
 from torch import Tensor
 
@@ -17,10 +17,13 @@ from rft.errors import ShapeError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_TYPECHECKER = beartype(conf=BeartypeConf(is_pep484_tower=True))
+"""An int is a float, as it is to pyright: `cap=2` must not pass there and fail at run time."""
+
 
 def checked(function: F) -> F:
     """Checks the jaxtyping annotations of a public function at every call; a mismatch raises `ShapeError`."""
-    inner = jaxtyped(typechecker=beartype)(function)
+    inner = jaxtyped(typechecker=_TYPECHECKER)(function)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
