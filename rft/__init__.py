@@ -20,12 +20,13 @@ from rft.errors import (
     RuntimePoisoned,
     ShapeError,
     SyncFailed,
+    TooFewGroups,
     TooStale,
     WrongBatch,
 )
-from rft.experience import Experience, Minibatch, Prompts, Rollouts, Sampling, concatenate, demonstrations, experience, take
+from rft.experience import Draw, Experience, Minibatch, Prompts, Rollouts, Sampling, assemble, concatenate, demonstrations, experience, take
 from rft.ledger import TABLE, Edge, describe, legal, observation, transition
-from rft.loops import Collected, Evaluation, collect, evaluate, refresh, update
+from rft.loops import Collected, Evaluation, Wanted, collect, collect_groups, evaluate, refresh, teaches, update
 from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals, grpo
 from rft.rewards.scoring import RewardFailure, RewardFunction, Rewards, Sample
 from rft.spec import EngineSpec, FSDP2Trainer, LaunchSpec, TrainerSpec, TransformersEngine, VLLMEngine
@@ -53,6 +54,7 @@ from rft.state import (
 from rft.steps import (
     Metrics,
     adopt_logprobs,
+    all_rows,
     average,
     broadcast,
     compute_old_logprobs,
@@ -63,6 +65,7 @@ from rft.steps import (
     launch,
     offload,
     offload_actor,
+    over_ranks,
     recover,
     reload,
     reload_actor,
@@ -98,6 +101,7 @@ __all__ = [
     # steps
     "Metrics",
     "adopt_logprobs",
+    "all_rows",
     "average",
     "broadcast",
     "compute_old_logprobs",
@@ -108,6 +112,7 @@ __all__ = [
     "launch",
     "offload",
     "offload_actor",
+    "over_ranks",
     "recover",
     "reload",
     "reload_actor",
@@ -127,9 +132,12 @@ __all__ = [
     # compositions
     "Collected",
     "Evaluation",
+    "Wanted",
     "collect",
+    "collect_groups",
     "evaluate",
     "refresh",
+    "teaches",
     "update",
     # what launch is given
     "EngineSpec",
@@ -139,11 +147,13 @@ __all__ = [
     "TransformersEngine",
     "VLLMEngine",
     # records
+    "Draw",
     "Experience",
     "Minibatch",
     "Prompts",
     "Rollouts",
     "Sampling",
+    "assemble",
     "concatenate",
     "demonstrations",
     "experience",
@@ -184,6 +194,7 @@ __all__ = [
     "RuntimePoisoned",
     "ShapeError",
     "SyncFailed",
+    "TooFewGroups",
     "TooStale",
     "WrongBatch",
 ]

@@ -48,6 +48,10 @@ class BadInput(RftError):
     """A value that cannot work: a missing model, an empty data set, a prompt that is too long, a count below one."""
 
 
+class TooFewGroups(RftError):
+    """Dynamic sampling has tried as many batches of prompts as it may, and too few groups teach anything; the state lives on."""
+
+
 class MissingEngine(BadInput):
     """The rollout engine is not installed, or too old; the message has the line that installs it."""
 

@@ -7,6 +7,7 @@ are the tokens that are trained on.
 """
 
 import dataclasses as dc
+import hashlib
 from typing import Any, Literal
 
 import torch
@@ -27,17 +28,13 @@ Finish = Literal["stop", "length"]
 
 
 @dc.dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How responses are drawn.
+class Draw:
+    """How one token is drawn.
 
-    The distribution sampled from is softmax(logits / temperature), cut to the `top_k` most likely tokens (0: all) and then to the
-    smallest set whose mass reaches `top_p`, renormalised. Temperature 0 is greedy; its log-probs are those at temperature 1.
+    The distribution is softmax(logits / temperature), cut to the `top_k` most likely tokens (0: all) and then to the smallest set whose
+    mass reaches `top_p`, renormalised. Temperature 0 is greedy; its log-probs are those at temperature 1.
     """
 
-    samples: int = 1
-    """Responses per prompt."""
-    max_new_tokens: int = 128
-    """Longest response, in tokens."""
     temperature: float = 1.0
     """Divides the logits; 0 is greedy."""
     top_p: float = 1.0
@@ -46,12 +43,36 @@ class Sampling:
     """Tokens kept; 0 keeps everything."""
 
     def __post_init__(self) -> None:
-        if self.samples < 1 or self.max_new_tokens < 1:
-            raise BadInput(f"samples and max_new_tokens must be at least 1, got {self.samples} and {self.max_new_tokens}")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
             raise BadInput(
                 f"temperature must be at least 0, top_p in (0, 1], top_k at least 0; got {self.temperature}, {self.top_p}, {self.top_k}"
             )
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Sampling(Draw):
+    """How responses are drawn: every token by the same `Draw`, or the first one by another.
+
+    With `first`, the first token is drawn hot and the others as usual (FIRE): responses differ from their beginning on and stay
+    sound. Its log-prob is recorded under the distribution that it was drawn from; the Actor is trained and scored at `temperature`
+    throughout, so a correction for the difference (`ops.corrections`) sees the first token for what it is.
+
+    Source: Chen et al., Flaming-hot Initiation with Regular Execution Sampling for Large Language Models, https://arxiv.org/abs/2410.21236
+    """
+
+    samples: int = 1
+    """Responses per prompt."""
+    max_new_tokens: int = 128
+    """Longest response, in tokens."""
+    first: Draw | None = None
+    """How the first token of a response is drawn; None: as all others."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.samples < 1 or self.max_new_tokens < 1:
+            raise BadInput(f"samples and max_new_tokens must be at least 1, got {self.samples} and {self.max_new_tokens}")
+        if self.first is not None and not isinstance(self.first, Draw):
+            raise BadInput(f"first must be a Draw or None, got {type(self.first).__name__}; write first=Draw(temperature=…)")
 
 
 @tree.record
@@ -153,6 +174,30 @@ class Minibatch(Experience):
     """The rows of an experience that one optimizer step takes on this rank; made by `minibatches`."""
 
 
+def assemble(*parts: tuple[Rollouts, Int64[Tensor, "row"]]) -> Rollouts:
+    """Some rows of several rollouts as rollouts of their own, a batch with a name of its own; padded to the longest.
+
+    Raises `BadInput` for no part, or for parts that were sampled in different ways.
+    """
+    if not parts or len({part.sampling for part, _ in parts}) > 1:
+        raise BadInput(f"assemble needs rollouts that were sampled in one way, got {[part.sampling for part, _ in parts] or 'none'}")
+    width = max(part.tokens.shape[1] for part, _ in parts)
+    fields = [f.name for f in dc.fields(Rollouts)]
+    tensors: dict[str, Any] = {
+        name: torch.cat([_widened(getattr(part, name)[rows], width, _PADDING.get(name, 0)) for part, rows in parts])
+        for name in fields
+        if isinstance(getattr(parts[0][0], name), Tensor)
+    }
+    texts: dict[str, Any] = {
+        name: tuple(getattr(part, name)[row] for part, rows in parts for row in rows.tolist())
+        for name in fields
+        if isinstance(getattr(parts[0][0], name), tuple)
+    }
+    name = "; ".join(f"{part.batch}: {','.join(map(str, rows.tolist()))}" for part, rows in parts)
+    batch = BatchId(f"assembled {hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}")
+    return Rollouts(batch=batch, sampling=parts[0][0].sampling, **tensors, **texts)
+
+
 def experience(
     rollouts: Rollouts,
     rewards: Float32[Tensor, "batch"],
@@ -235,8 +280,11 @@ def take(source: Experience, rows: Int64[Tensor, "row"]) -> Minibatch:
     return Minibatch(**taken)
 
 
-def _widened(value: Tensor, width: int) -> Tensor:
-    return value if value.dim() == 1 else pad(value, (0, width - value.shape[1]))
+_PADDING = {"versions": -1}
+
+
+def _widened(value: Tensor, width: int, filling: int = 0) -> Tensor:
+    return value if value.dim() == 1 else pad(value, (0, width - value.shape[1]), value=filling)
 
 
 def _check_lengths(record: Any, count: int, **columns: tuple[Any, ...]) -> None:

@@ -4,11 +4,19 @@ They know nothing that a user's function could not know; none is a step.
 """
 
 import dataclasses as dc
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
 
 from rft.data.minibatches import Cut, minibatches
-from rft.errors import IllegalStep
-from rft.experience import Experience, Prompts, Rollouts, Sampling
+from rft.errors import BadInput, IllegalStep, TooFewGroups
+from rft.experience import Experience, Prompts, Rollouts, Sampling, assemble
 from rft.objectives import Objective
+from rft.ops import groups
 from rft.rewards.scoring import RewardFunction, Rewards
 from rft.state import A, Asleep, Awake, E, Fresh, NoOld, O, OldLogProbs, OnDevice, RuntimeState, Stale
 from rft.steps import Metrics, average, broadcast, finish_batch, generate, rewards, train_step, wake
@@ -35,6 +43,85 @@ def collect(
     """Generate and score; the state lives on."""
     rollouts = generate(state, prompts, sampling, draw=draw)
     return Collected(rollouts=rollouts, rewards=rewards(state, rollouts, reward))
+
+
+def teaches(collected: Collected) -> Bool[Tensor, "batch"]:
+    """Rows of the groups whose rewards differ: the others have an advantage of 0, and nothing is to be learnt from them."""
+    return ~groups.all_equal(collected.rewards.values, collected.rollouts.groups, collected.rewards.valid)
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """How much `collect_groups` brings together on each rank, and how long it tries."""
+
+    groups: int
+    """Groups that are kept."""
+    bound: int
+    """Batches of prompts that are tried at most."""
+    at_bound: Literal["raise", "take"] = "raise"
+    """With fewer groups after the last of them: raise `TooFewGroups`, or take those that there are (maybe none, and maybe not as many
+    on each rank: cut no mini-batches from them by `size`)."""
+    keep: Callable[[Collected], Bool[Tensor, "batch"]] = teaches
+    """Which rows are kept; of a group all or none."""
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.bound < 1 or self.at_bound not in ("raise", "take"):
+            raise BadInput(f"Wanted.groups and bound must be at least 1, at_bound 'raise' or 'take'; got {self}")
+
+
+def collect_groups(
+    state: RuntimeState[Awake, Fresh, A, O], batches: Iterator[Prompts], sampling: Sampling, reward: RewardFunction, wanted: Wanted, /
+) -> Collected:
+    """Dynamic sampling: generates for one batch of prompts after the other until every rank has enough groups that teach.
+
+    The first `wanted.groups` of them are kept, in order, as rollouts of their own; what is left over goes, as it would be stale by the
+    next step. All responses to a prompt must be of one batch. Collective: all ranks take equally many batches of prompts. Raises
+    `TooFewGroups`, with the state living, and `BadInput` where `batches` ends too early.
+
+    Source: Yu et al., DAPO, https://arxiv.org/abs/2503.14476
+    """
+    parts, missing = list[tuple[Collected, Int64[Tensor, "row"]]](), wanted.groups
+    for _ in range(wanted.bound):
+        collected = collect(state, _next(batches), sampling, reward)
+        rows = _first_groups(collected.rollouts.groups, wanted.keep(collected), missing)
+        parts.append((collected, rows))
+        missing -= len(collected.rollouts.groups[rows].unique())
+        if not average(state, {"missing": [missing]})["missing"]:  # on any rank
+            return _assembled(parts)
+    if wanted.at_bound == "raise":
+        raise TooFewGroups(
+            f"collect_groups(state, …): after {wanted.bound} batches of prompts {missing} of {wanted.groups} groups are missing on this "
+            "rank, others may miss more; raise the bound, take easier or harder prompts, or write at_bound='take'"
+        )
+    return _assembled(parts)
+
+
+def _next(batches: Iterator[Prompts]) -> Prompts:
+    try:
+        return next(batches)
+    except StopIteration:
+        raise BadInput("collect_groups(state, batches, …): there are no prompts left; give an iterator that goes on") from None
+
+
+def _first_groups(ids: Int64[Tensor, "batch"], kept: Bool[Tensor, "batch"], count: int) -> Int64[Tensor, "row"]:
+    """The kept rows of the first `count` groups that have any, in order."""
+    first = list(dict.fromkeys(ids[kept].tolist()))[:count]
+    return (kept & torch.isin(ids, torch.tensor(first, dtype=torch.int64))).nonzero()[:, 0]
+
+
+def _assembled(parts: Sequence[tuple[Collected, Int64[Tensor, "row"]]]) -> Collected:
+    rewards = [part.rewards for part, _ in parts]
+    starts = itertools.accumulate((len(rows) for _, rows in parts), initial=0)
+    new = [{old: start + place for place, old in enumerate(rows.tolist())} for (_, rows), start in zip(parts, starts, strict=False)]
+    failures = [dc.replace(f, row=places[f.row]) for r, places in zip(rewards, new, strict=True) for f in r.failures if f.row in places]
+    return Collected(
+        rollouts=assemble(*((part.rollouts, rows) for part, rows in parts)),
+        rewards=Rewards(
+            values=torch.cat([part.rewards.values[rows] for part, rows in parts]),
+            valid=torch.cat([part.rewards.valid[rows] for part, rows in parts]),
+            failures=tuple(failures),
+        ),
+    )
 
 
 def update(

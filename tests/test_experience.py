@@ -188,6 +188,24 @@ def test_taking_rows_keeps_their_order_and_their_origin() -> None:
     assert len(rft.take(taken, torch.tensor([], dtype=torch.int64))) == 0
 
 
+def test_rows_of_several_rollouts_are_assembled_to_rollouts_of_their_own() -> None:
+    long = rollouts_of()
+    cut = {name: getattr(long, name)[1:, :3] for name in ("tokens", "mask", "sampled", "logprobs", "versions")}
+    columns = {"groups": torch.tensor([9]), "samples": torch.tensor([0])}
+    texts: dict[str, Any] = dict.fromkeys(("questions", "responses", "answers"), ("z",))
+    short = rollouts_of(batch=rft.BatchId("c"), finish=("stop",), **cut, **columns, **texts)
+    both = rft.assemble((short, torch.tensor([0])), (long, torch.tensor([1])))
+    assert both.tokens.tolist() == [[5, 6, 7, 0, 0], long.tokens[1].tolist()]
+    assert both.versions[0, 3:].tolist() == [-1, -1]
+    assert (both.groups.tolist(), both.questions) == ([9, int(long.groups[1])], ("z", long.questions[1]))
+    assert both.batch not in (long.batch, short.batch)
+    assert both.batch == rft.assemble((short, torch.tensor([0])), (long, torch.tensor([1]))).batch
+    assert both.batch != rft.assemble((short, torch.tensor([0])), (long, torch.tensor([0]))).batch
+    for wrong in ((), ((long, torch.tensor([0])), (rollouts_of(sampling=rft.Sampling(top_k=3)), torch.tensor([0])))):
+        with pytest.raises(BadInput, match="sampled in one way"):
+            _ = rft.assemble(*wrong)
+
+
 # ---- token in, token out ----
 
 

@@ -1,3 +1,4 @@
+import dataclasses as dc
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,7 @@ from rft.data.minibatches import Cut
 from rft.testing import SAMPLING, scripted_devices, scripted_launch, scripted_prompts
 from tests.refusals import State
 
+MANY = rft.Sampling(samples=4, max_new_tokens=3)
 PROMPTS, HELD_OUT = scripted_prompts(3), scripted_prompts(4, epoch=7)
 
 
@@ -91,3 +93,80 @@ def training(*, evaluating: bool) -> list[object]:
             trail += [rollouts.tokens.tolist(), rollouts.logprobs.tolist(), collected.rewards.values.tolist(), history]
         devices = scripted_devices(state)
         return [*trail, {name: tensor.tolist() for name, tensor in devices.trainer.weights.items()}, state.version]
+
+
+# ---- dynamic sampling ----
+
+
+def by_length(sample: rft.Sample) -> float:
+    """Differs within the groups whose responses are not of one length; a response that begins with 1 has none."""
+    if sample.response.startswith("1 "):
+        raise ValueError("no reward for this one")
+    return float(sample.tokens)
+
+
+def batches(*, taken: list[int]) -> Iterator[rft.Prompts]:
+    """Epoch after epoch, the same three questions under numbers of their own."""
+    for epoch in range(100):
+        taken.append(epoch)
+        prompts = scripted_prompts(3, epoch=epoch)
+        yield dc.replace(prompts, ids=prompts.ids + 10 * epoch)
+
+
+def teaching(collected: rft.Collected) -> dict[int, list[float]]:
+    """The valid rewards of each group, by group."""
+    columns = zip(collected.rollouts.groups.tolist(), collected.rewards.values.tolist(), collected.rewards.valid.tolist(), strict=True)
+    result: dict[int, list[float]] = {}
+    for group, reward_, valid in columns:
+        result.setdefault(group, []).extend([reward_] if valid else [])
+    return result
+
+
+def test_groups_are_collected_until_enough_of_them_teach(begun: State) -> None:
+    state, taken = rft.refresh(begun), list[int]()
+    collected = rft.collect_groups(state, batches(taken=taken), MANY, by_length, rft.Wanted(groups=4, bound=50))
+    found = teaching(collected)
+    assert len(found) == 4
+    assert all(len(set(values)) > 1 for values in found.values())
+    assert len(collected.rollouts) == 4 * MANY.samples
+
+    every = [rft.collect(state, prompts, MANY, by_length) for _, prompts in zip(taken, batches(taken=[]), strict=False)]
+    useful = [g for part in every for g, values in teaching(part).items() if len(set(values)) > 1]
+    assert list(found) == useful[:4], "the first ones, in their order"
+    assert len([g for part in every[:-1] for g, values in teaching(part).items() if len(set(values)) > 1]) < 4, "and no batch too many"
+    for row, reward_ in enumerate(collected.rewards.values.tolist()):
+        assert not collected.rewards.valid[row] or reward_ == float(collected.rollouts.sampled[row].sum())
+    failed = [row for row in range(len(collected.rollouts)) if not collected.rewards.valid[row]]
+    assert [failure.row for failure in collected.rewards.failures] == failed
+    assert rft.legal(state)
+
+
+def test_collected_groups_are_trained_on_like_any_rollouts(begun: State) -> None:
+    state = rft.refresh(begun)
+    collected = rft.collect_groups(state, batches(taken=[]), MANY, by_length, rft.Wanted(groups=2, bound=50))
+    rollouts = collected.rollouts
+    scored = rft.compute_old_logprobs(state, rollouts)
+    experience = rft.experience(rollouts, collected.rewards.values, torch.ones(rollouts.tokens.shape) * rollouts.sampled)
+    _, history = rft.update(scored, experience, rft.grpo(), Cut())
+    assert history[0]["ratio_mean"] == 1.0
+
+
+def test_at_the_bound_too_few_groups_are_an_error_or_all_there_is(begun: State) -> None:
+    state = rft.refresh(begun)
+    taken = list[int]()
+    with pytest.raises(rft.TooFewGroups, match=r"after 2 batches of prompts .* of 40 groups are missing .*at_bound='take'"):
+        _ = rft.collect_groups(state, batches(taken=taken), MANY, by_length, rft.Wanted(groups=40, bound=2))
+    assert taken == [0, 1]
+    some = rft.collect_groups(state, batches(taken=[]), MANY, by_length, rft.Wanted(groups=40, bound=2, at_bound="take"))
+    assert 0 < len(teaching(some)) < 40
+    none = rft.collect_groups(state, batches(taken=[]), MANY, lambda _: 1.0, rft.Wanted(groups=1, bound=2, at_bound="take"))
+    assert len(none.rollouts) == 0
+
+
+def test_prompts_that_end_and_wants_that_cannot_be_met_are_refused(begun: State) -> None:
+    state = rft.refresh(begun)
+    with pytest.raises(rft.BadInput, match="no prompts left"):
+        _ = rft.collect_groups(state, iter([PROMPTS]), MANY, lambda _: 1.0, rft.Wanted(groups=1, bound=2))
+    for wrong in ({"groups": 0}, {"bound": 0}, {"at_bound": "stop"}):
+        with pytest.raises(rft.BadInput, match="at least 1"):
+            _ = rft.Wanted(**{"groups": 1, "bound": 1, **wrong})

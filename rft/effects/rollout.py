@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from rft.effects import first_token
 from rft.effects.runtime import Runtime, runtime_of
 from rft.engines.protocol import Completion, Request
 from rft.errors import BadInput, TooStale
@@ -24,7 +25,7 @@ def generate(state: RuntimeState[Any, Any, Any, Any], prompts: Prompts, sampling
         _check(runtime, own, sampling)
     together = _gathered(runtime, own)
     with runtime.engine_effect():
-        completions = runtime.engine.generate([request for part in together for request in part], sampling)
+        completions = first_token.generate(runtime.engine, [request for part in together for request in part], sampling)
     first = sum(map(len, together[: runtime.world.tp_rank]))
     runtime.generated += 1
     batch = BatchId(f"{runtime.generated}@{state.generation} of {runtime.name}")

@@ -12,11 +12,13 @@ living one, `EnginePoisoned` or `RuntimePoisoned` after a failure, `RuntimeClose
 are not all at this step. Only what comes beyond these stands in the docstrings below.
 """
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from rft.effects import averages, exporting, launching, placement, rollout, scoring, sync, training
+from torch import Tensor
+
+from rft.effects import exporting, launching, placement, rollout, scoring, sync, together, training
 from rft.experience import Minibatch, Prompts, Rollouts, Sampling
 from rft.ledger import beginning, observation, recovery, transition
 from rft.objectives import Objective, supervised
@@ -46,6 +48,7 @@ from rft.state import (
     then,
 )
 
+T = TypeVar("T")
 Metrics = dict[str, float]
 """Scalars of one optimizer step: `loss`, `grad_norm` (before the clip), `lr`, and what the objective reports."""
 
@@ -224,7 +227,28 @@ def rewards(
 @observation
 def average(state: RuntimeState[Any, Any, Any, Any], values: Mapping[str, Iterable[float]], /) -> Metrics:
     """Mean of each column over the entries of all ranks, which may bring different numbers of them; NaN for an empty column."""
-    return averages.average(state, values)
+    return together.average(state, values)
+
+
+@observation
+def all_rows(state: RuntimeState[Any, Any, Any, Any], /, *rows: Tensor) -> tuple[Tensor, ...]:
+    """The rows of all ranks, in rank order, on every rank: for statistics of a whole batch.
+
+    `rows` are tensors on the host, `[batch]` or `[batch, seq]` (padded on the right with zeros to the longest of all ranks). Raises
+    `BadInput` for what are no such tensors, `ShapeError` where their rows or columns differ.
+    """
+    return together.all_rows(state, rows)
+
+
+@observation
+def over_ranks(state: RuntimeState[Any, Any, Any, Any], function: Callable[..., T], /, *rows: Tensor) -> T:
+    """Applies a function of a whole batch to the rows of all ranks together, and gives this rank's rows of the result.
+
+    For what is computed over a batch, such as `ops.advantages` and `ops.normalisation`: on any number of ranks it is what one rank
+    would have computed. `function` gets by position what `all_rows` gives, and returns a tensor, or a record of tensors, with the same
+    rows. Raises as `all_rows` does.
+    """
+    return together.over_ranks(state, function, rows)
 
 
 @observation

@@ -4,6 +4,7 @@ A test class inherits `EngineContract` and gives the fixture `engine`: an engine
 tokens. Every test finds it awake, with the folder's weights.
 """
 
+import dataclasses as dc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rft.effects import first_token
 from rft.engines.protocol import Engine, Request
 from rft.errors import BadInput, EngineFailed, SyncFailed
-from rft.experience import Sampling
+from rft.experience import Draw, Sampling
 from tests.models import tiny_model
 
 END = 257
 GREEDY = Sampling(temperature=0, max_new_tokens=10)
+HOT = Draw(temperature=5.0, top_k=20)
 PROMPTS = ((1, 2, 3), (7, 8, 9, 10, 11, 12), (5,), tuple(range(30, 60)))
 MAX_MODEL_LEN = 256
 
@@ -125,6 +128,18 @@ class EngineContract:
     def test_logprobs_are_those_of_the_distribution_sampled_from(self, engine: Engine, module: Any, sampling: Sampling) -> None:
         for prompt, completion in zip(PROMPTS, engine.generate(requests(*PROMPTS), sampling), strict=True):
             expected = expected_logprobs(module, prompt, completion.tokens, sampling)
+            assert is_close(completion.logprobs, expected, 1e-4)
+
+    def test_a_first_token_drawn_hot_has_the_logprob_of_that_draw(self, engine: Engine, module: Any) -> None:
+        usual = Sampling(temperature=0.5, max_new_tokens=8)
+        asked = requests(*PROMPTS)
+        for request, completion in zip(asked, first_token.generate(engine, asked, dc.replace(usual, first=HOT)), strict=True):
+            start, rest = completion.tokens[:1], completion.tokens[1:]
+            hot = Sampling(temperature=HOT.temperature, top_k=HOT.top_k)
+            expected = [
+                *expected_logprobs(module, request.tokens, start, hot),
+                *expected_logprobs(module, request.tokens + start, rest, usual),
+            ]
             assert is_close(completion.logprobs, expected, 1e-4)
 
     def test_samples_follow_the_distribution(self, engine: Engine, module: Any) -> None:

@@ -1,0 +1,36 @@
+"""Responses whose first token is drawn in another way than the rest, on any engine: in two rounds."""
+
+import dataclasses as dc
+from collections.abc import Sequence
+
+from rft.engines.protocol import Completion, Engine, Request
+from rft.experience import Draw, Sampling
+from rft.parallel.seeds import continued
+
+
+def generate(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    """One completion per request, in order. With `sampling.first` the engine is asked twice: for one token, then for the rest.
+
+    The second round has random numbers of its own, from the same seed. A response that its first token ended has no second round.
+    """
+    if sampling.first is None:
+        return engine.generate(requests, sampling)
+    openings = engine.generate(requests, _once(sampling.first))
+    open_ones = [i for i, opening in enumerate(openings) if opening.finish == "length" and sampling.max_new_tokens > 1]
+    if not open_ones:
+        return openings
+    rest = dc.replace(sampling, first=None, max_new_tokens=sampling.max_new_tokens - 1)
+    ends = dict(zip(open_ones, engine.generate([_after(requests[i], openings[i]) for i in open_ones], rest), strict=True))
+    return [_joined(opening, ends[i]) if i in ends else opening for i, opening in enumerate(openings)]
+
+
+def _once(draw: Draw) -> Sampling:
+    return Sampling(temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k, max_new_tokens=1)
+
+
+def _after(request: Request, opening: Completion) -> Request:
+    return Request(tokens=(*request.tokens, *opening.tokens), seed=continued(request.seed))
+
+
+def _joined(opening: Completion, end: Completion) -> Completion:
+    return Completion(tokens=(*opening.tokens, *end.tokens), logprobs=(*opening.logprobs, *end.logprobs), finish=end.finish)

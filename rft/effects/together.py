@@ -1,0 +1,71 @@
+"""What is computed over the rows of all ranks: means for metrics, and functions of whole batches."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rft import tree
+from rft.effects.runtime import runtime_of
+from rft.errors import BadInput, ShapeError
+from rft.state import RuntimeState
+
+T = TypeVar("T")
+
+
+def average(state: RuntimeState[Any, Any, Any, Any], values: Mapping[str, Iterable[float]]) -> dict[str, float]:
+    """Mean of each column over the entries of all ranks; NaN for a column that is empty everywhere."""
+    own = {name: (math.fsum(column), len(column)) for name, column in ((name, list(map(float, v))) for name, v in values.items())}
+    everywhere = runtime_of(state).lockstep.gather(own)
+    sums = {name: (sum(part[name][0] for part in everywhere), sum(part[name][1] for part in everywhere)) for name in own}
+    return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
+
+
+def all_rows(state: RuntimeState[Any, Any, Any, Any], rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The rows of all ranks, in rank order; wider ones padded."""
+    return _gathered("all_rows(state, *rows)", state, rows)[0]
+
+
+def over_ranks(state: RuntimeState[Any, Any, Any, Any], function: Callable[..., T], rows: tuple[Tensor, ...]) -> T:
+    """`function` of the rows of all ranks; of its result this rank's rows, at this rank's width."""
+    whole, own = _gathered("over_ranks(state, function, *rows)", state, rows)
+    width = max((row.shape[1] for row in rows if row.dim() == 2), default=None)
+    with runtime_of(state).lockstep.agreement():
+        return tree.tree_map(lambda result: _own(result, own, len(whole[0]), width), function(*whole))
+
+
+def _gathered(call: str, state: RuntimeState[Any, Any, Any, Any], rows: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], slice]:
+    """Each tensor's rows of all ranks, and which of them are this rank's."""
+    runtime = runtime_of(state)
+    with runtime.lockstep.agreement():
+        _check(call, rows)
+    parts = runtime.lockstep.gather(rows)
+    first = sum(len(part[0]) for part in parts[: runtime.world.rank])
+    return tuple(map(_stacked, zip(*parts, strict=True))), slice(first, first + len(rows[0]))
+
+
+def _check(call: str, rows: tuple[Tensor, ...]) -> None:
+    if not rows or any(not isinstance(row, Tensor) or row.dim() not in (1, 2) for row in rows):
+        raise BadInput(f"{call}: rows must be tensors [batch] or [batch, seq], at least one; got {', '.join(map(_kind, rows)) or 'none'}")
+    if len({len(row) for row in rows}) > 1 or len({row.shape[1] for row in rows if row.dim() == 2}) > 1:
+        raise ShapeError(f"{call}: the tensors must have the same rows and columns, got {', '.join(map(_kind, rows))}")
+
+
+def _kind(row: object) -> str:
+    return str(tuple(row.shape)) if isinstance(row, Tensor) else type(row).__name__
+
+
+def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
+    if parts[0].dim() == 1:
+        return torch.cat(parts)
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([pad(part, (0, width - part.shape[1])) for part in parts])
+
+
+def _own(result: Tensor, rows: slice, count: int, width: int | None) -> Tensor:
+    if len(result) != count:
+        raise ShapeError(f"over_ranks: the function was given {count} rows and gave {len(result)}; it must give a row for each")
+    return result[rows] if result.dim() == 1 else result[rows, :width]

@@ -1,0 +1,60 @@
+import dataclasses as dc
+
+import pytest
+
+import rft
+from rft.effects import first_token
+from rft.engines.protocol import Completion, Request
+from rft.experience import Draw, Sampling
+from rft.parallel.seeds import continued
+
+SAMPLING = Sampling(temperature=0.5, top_p=0.9, max_new_tokens=5, first=Draw(temperature=8.0, top_k=3))
+
+
+class Recorder:
+    """Answers with tokens that tell the round; requests of an odd seed end with their first token."""
+
+    def __init__(self) -> None:
+        self.rounds: list[tuple[list[Request], Sampling]] = []
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
+        self.rounds.append((requests, sampling))
+        return [self._answer(request, sampling.max_new_tokens, len(self.rounds)) for request in requests]
+
+    def _answer(self, request: Request, count: int, round_: int) -> Completion:
+        ends = request.seed % 2 == 1 and round_ == 1
+        return Completion(tokens=(round_ * 10,) * count, logprobs=(-float(round_),) * count, finish="stop" if ends else "length")
+
+
+ASKED = [Request(tokens=(1, 2), seed=4), Request(tokens=(3,), seed=7), Request(tokens=(5, 6, 7), seed=10)]
+
+
+def test_the_first_token_is_drawn_by_itself_and_the_rest_as_usual() -> None:
+    engine = Recorder()
+    completions = first_token.generate(engine, ASKED, SAMPLING)
+    (opening, once), (rest, usual) = engine.rounds
+    assert opening == ASKED
+    assert once == Sampling(temperature=8.0, top_k=3, max_new_tokens=1)
+    assert usual == Sampling(temperature=0.5, top_p=0.9, max_new_tokens=4)
+    assert rest == [Request(tokens=(1, 2, 10), seed=continued(4)), Request(tokens=(5, 6, 7, 10), seed=continued(10))]
+    assert completions[0] == Completion(tokens=(10, 20, 20, 20, 20), logprobs=(-1.0, -2.0, -2.0, -2.0, -2.0), finish="length")
+    assert completions[1] == Completion(tokens=(10,), logprobs=(-1.0,), finish="stop")
+
+
+def test_one_token_has_no_second_round() -> None:
+    engine = Recorder()
+    assert [c.tokens for c in first_token.generate(engine, ASKED, dc.replace(SAMPLING, max_new_tokens=1))] == [(10,)] * 3
+    assert len(engine.rounds) == 1
+
+
+def test_without_it_the_engine_is_asked_once() -> None:
+    engine, plain = Recorder(), dc.replace(SAMPLING, first=None)
+    _ = first_token.generate(engine, ASKED, plain)
+    assert engine.rounds == [(ASKED, plain)]
+
+
+def test_what_is_no_draw_is_refused() -> None:
+    with pytest.raises(rft.BadInput, match="write first=Draw"):
+        _ = Sampling(first=8.0)
+    with pytest.raises(rft.BadInput, match="top_k"):
+        _ = Draw(top_k=-1)
