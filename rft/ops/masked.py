@@ -1,4 +1,4 @@
-"""Sums and means over marked entries, which what stands elsewhere (padding, NaN, infinity) cannot touch."""
+"""Sums and means over marked entries, which what stands elsewhere (padding, NaN, infinity) cannot touch, nor its gradient."""
 
 import torch
 from jaxtyping import Bool, Float, Float32
@@ -8,9 +8,15 @@ from rft.shapes import checked
 
 
 @checked
+def marked(values: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"]) -> Float32[Tensor, "*axes"]:
+    """The marked values in fp32, 0 elsewhere."""
+    return torch.where(mask, values.float(), 0.0)
+
+
+@checked
 def masked_sum(values: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"]) -> Float32[Tensor, ""]:
     """Σ values[mask], in fp32; 0 where nothing is marked."""
-    return torch.where(mask, values.float(), 0.0).sum()
+    return marked(values, mask).sum()
 
 
 @checked
@@ -22,3 +28,15 @@ def masked_mean(values: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"], tot
     """
     count = mask.sum() if total is None else torch.tensor(total)
     return masked_sum(values, mask) / count.clamp(min=1)
+
+
+@checked
+def row_sum(values: Float[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq"]) -> Float32[Tensor, "batch"]:
+    """Σ values[i, mask[i]] of each row i, in fp32; 0 for a row without marks."""
+    return marked(values, mask).sum(dim=1)
+
+
+@checked
+def row_mean(values: Float[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq"]) -> Float32[Tensor, "batch"]:
+    """The mean of values[i, mask[i]] of each row i, in fp32; 0 for a row without marks."""
+    return row_sum(values, mask) / mask.sum(dim=1).clamp(min=1)
