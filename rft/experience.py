@@ -71,8 +71,8 @@ class Sampling(Draw):
         super().__post_init__()
         if self.samples < 1 or self.max_new_tokens < 1:
             raise BadInput(f"samples and max_new_tokens must be at least 1, got {self.samples} and {self.max_new_tokens}")
-        if self.first is not None and not isinstance(self.first, Draw):
-            raise BadInput(f"first must be a Draw or None, got {type(self.first).__name__}; write first=Draw(temperature=…)")
+        if self.first is not None and not hasattr(self.first, "temperature"):
+            raise BadInput(f"first must be a Draw or None, got {self.first!r}; write first=Draw(temperature=…)")
 
 
 @tree.record

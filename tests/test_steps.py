@@ -448,6 +448,8 @@ DESIGN = {
     "finish_batch": ("any any any OldLogProbs", "same same same NoOld"),
     "rewards": ("any any any any", "same same same same"),
     "average": ("any any any any", "same same same same"),
+    "all_rows": ("any any any any", "same same same same"),
+    "over_ranks": ("any any any any", "same same same same"),
     "export": ("any any any any", "same same same same"),
 }
 """The design's table, written out: what each step needs of the four axes, and what it makes of them."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +35,7 @@ def over_ranks(state: RuntimeState[Any, Any, Any, Any], function: Callable[..., 
     whole, own = _gathered("over_ranks(state, function, *rows)", state, rows)
     width = max((row.shape[1] for row in rows if row.dim() == 2), default=None)
     with runtime_of(state).lockstep.agreement():
-        return tree.tree_map(lambda result: _own(result, own, len(whole[0]), width), function(*whole))
+        return tree.tree_map(partial(_own, rows=own, count=len(whole[0]), width=width), function(*whole))
 
 
 def _gathered(call: str, state: RuntimeState[Any, Any, Any, Any], rows: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], slice]:
@@ -47,7 +48,7 @@ def _gathered(call: str, state: RuntimeState[Any, Any, Any, Any], rows: tuple[Te
     return tuple(map(_stacked, zip(*parts, strict=True))), slice(first, first + len(rows[0]))
 
 
-def _check(call: str, rows: tuple[Tensor, ...]) -> None:
+def _check(call: str, rows: tuple[Any, ...]) -> None:
     if not rows or any(not isinstance(row, Tensor) or row.dim() not in (1, 2) for row in rows):
         raise BadInput(f"{call}: rows must be tensors [batch] or [batch, seq], at least one; got {', '.join(map(_kind, rows)) or 'none'}")
     if len({len(row) for row in rows}) > 1 or len({row.shape[1] for row in rows if row.dim() == 2}) > 1:
@@ -65,7 +66,7 @@ def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
     return torch.cat([pad(part, (0, width - part.shape[1])) for part in parts])
 
 
-def _own(result: Tensor, rows: slice, count: int, width: int | None) -> Tensor:
+def _own(result: Tensor, *, rows: slice, count: int, width: int | None) -> Tensor:
     if len(result) != count:
         raise ShapeError(f"over_ranks: the function was given {count} rows and gave {len(result)}; it must give a row for each")
     return result[rows] if result.dim() == 1 else result[rows, :width]
