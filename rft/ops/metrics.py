@@ -1,0 +1,116 @@
+"""How a number is gathered over micro-batches and ranks.
+
+A plain scalar tensor is summed: it is a share of the whole, already divided by the step's totals. What does not add up like that is
+a `Metric`, which merges with its like. Each stays on its device, unread, until `host` brings it over; then it can be pickled.
+"""
+
+import dataclasses as dc
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, Self, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rft.errors import BadInput
+from rft.ops.masked import marked
+from rft.shapes import checked
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """What is known of a part; merged, of the whole. Frozen records of 0-dimensional tensors."""
+
+    def merge(self, other: Self, /) -> Self:
+        """That of both parts together, in either order."""
+        ...
+
+    def value(self) -> float:
+        """The number to report, never NaN."""
+        ...
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Maximum:
+    """The largest of all values; 0 where there are none."""
+
+    largest: Tensor
+
+    def merge(self, other: Self, /) -> Self:
+        return dc.replace(self, largest=torch.maximum(self.largest, other.largest))
+
+    def value(self) -> float:
+        largest = float(self.largest)
+        return 0.0 if largest == -math.inf else largest
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class EffectiveSampleSize:
+    """Kish's effective sample size of importance weights, as a share of their number.
+
+        (Σ w)² / (n Σ w²)
+
+    1 where all weights are equal, 1/n where one outweighs the rest; 0 where there are none or all are 0.
+
+    Source: Kish, Survey Sampling, 1965
+    """
+
+    total: Tensor
+    squares: Tensor
+    count: Tensor
+
+    def merge(self, other: Self, /) -> Self:
+        return dc.replace(self, total=self.total + other.total, squares=self.squares + other.squares, count=self.count + other.count)
+
+    def value(self) -> float:
+        norm = float(self.count) * float(self.squares)
+        return float(self.total) ** 2 / norm if norm else 0.0
+
+
+@checked
+def maximum(values: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"]) -> Maximum:
+    """The largest of the marked values."""
+    kept = torch.where(mask, values.detach().float(), -torch.inf)
+    return Maximum(largest=torch.cat([kept.flatten(), kept.new_full((1,), -torch.inf)]).max())
+
+
+@checked
+def effective_sample_size(weights: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"]) -> EffectiveSampleSize:
+    """The effective sample size of the marked weights (at least 0), summed in double precision."""
+    kept = marked(weights.detach(), mask).double()
+    return EffectiveSampleSize(total=kept.sum(), squares=kept.square().sum(), count=mask.sum())
+
+
+def merged(parts: Iterable[Mapping[str, Tensor | Metric]]) -> dict[str, Tensor | Metric]:
+    """The metrics of all parts together: tensors are summed, others merged; a part may lack some.
+
+    Raises `BadInput` for a name that is of two kinds.
+    """
+    whole = dict[str, Any]()
+    for part in parts:
+        for name, value in part.items():
+            whole[name] = _joined(name, whole[name], value) if name in whole else value
+    return whole
+
+
+def host(metrics: Mapping[str, Tensor | Metric]) -> dict[str, Tensor | Metric]:
+    """The same on the CPU and without graph, to be pickled: what a rank sends to another."""
+    return {name: _on_host(value) for name, value in metrics.items()}
+
+
+def read(metrics: Mapping[str, Tensor | Metric]) -> dict[str, float]:
+    """The numbers to report."""
+    return {name: float(value) if isinstance(value, Tensor) else value.value() for name, value in metrics.items()}
+
+
+def _joined(name: str, first: Any, second: Any) -> Any:
+    if type(first) is not type(second):
+        raise BadInput(f"metric {name!r} is a {type(first).__name__} here and a {type(second).__name__} there; give it one kind")
+    return first + second if isinstance(first, Tensor) else first.merge(second)
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    return dc.replace(value, **{field.name: _on_host(getattr(value, field.name)) for field in dc.fields(value)})
