@@ -214,11 +214,9 @@ def max_at_k(
     require_within("max_at_k", 2, math.inf, k=k)
     x, marked = rewards.float(), _valid(rewards, valid)
     count, rank = grouped.count(groups, valid), grouped.rank(x, groups, valid)
-    x = torch.where(marked, x - grouped.mean(x, groups, valid), 0.0)
-    # Of the C(n − 1, k − 1) subsets J, C(p, k − 2) have the row at place p as their best, C(p, k − 1) lie wholly below it.
-    best = (k - 1) / (count - k + 1).clamp(min=1) * _choose(rank, count - 1, k - 2)
-    gain = _choose(rank, count - 1, k - 1) * x - _lower(best * x, groups, rank)
-    return _where(marked & (count >= k), k * gain.clamp(min=0))
+    # A step up from one reward of the group to the next counts as often as all of J lies below it: C(p, k − 1) of C(n − 1, k − 1) times.
+    below = _choose(rank, count - 1, k - 1)
+    return _where(marked & (count >= k), k * _climbed(torch.where(marked, x, 0.0).double(), below, groups, rank))
 
 
 @checked
@@ -274,13 +272,12 @@ def _choose(a: Tensor, b: Tensor, k: int) -> Tensor:
     return ((a[:, None] - steps).clamp(min=0) / (b[:, None] - steps).clamp(min=1)).prod(dim=1)
 
 
-def _lower(values: Tensor, groups: Tensor, rank: Tensor) -> Tensor:
-    """The sum of `values` over the rows of the same group of lower rank."""
-    if not len(rank):
-        return values
+def _climbed(values: Tensor, weights: Tensor, groups: Tensor, rank: Tensor) -> Tensor:
+    """Of each row, the sum of the weighted steps that lead from its group's first value by rank up to its own."""
     names, member = groups.unique(return_inverse=True)
-    table = values.new_zeros(len(names), int(rank.max()) + 1).index_put((member, rank), values)
-    return (table.cumsum(dim=1) - table)[member, rank]
+    width = int(rank.max()) + 1 if len(rank) else 1
+    heights, shares = (values.new_zeros(len(names), width).index_put((member, rank), x) for x in (values, weights))
+    return (heights.diff(dim=1, prepend=heights[:, :1]) * shares).cumsum(dim=1)[member, rank]
 
 
 @checked

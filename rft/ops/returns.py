@@ -92,7 +92,7 @@ def reinforce(rewards: Float[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq
     https://doi.org/10.1007/BF00992696
     """
     require_within("reinforce", 0, 1, gamma=gamma)
-    return _discounted(marked(rewards.detach(), mask), mask, gamma)
+    return _discounted(rewards.detach().float(), mask, gamma)
 
 
 @checked
@@ -124,7 +124,7 @@ def _next(mask: Tensor) -> Tensor:
 
 def _discounted(values: Tensor, mask: Tensor, decay: float) -> Tensor:
     """y_t = x_t + decay · y of the next marked token, in log₂(seq) steps: each doubles how far a token has looked ahead."""
-    sums = values
+    sums = torch.where(mask, values, 0.0)
     carried = torch.where(mask, decay, 1.0)
     reach = 1
     while reach < mask.shape[1]:
