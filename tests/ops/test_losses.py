@@ -126,7 +126,8 @@ def naive_cpgd(row: Row, t: int, low: float, high: float, drift: float, drift_li
 
 def naive_topr(row: Row, t: int) -> Naive:
     ratio, bad = row.product(held=True), row.gains[t] < 0
-    return -(min(ratio, 1.0) if bad else 1.0) * row.gains[t] * row.new[t], ratio, bad and ratio > 1
+    above = ratio > 1 + 1e-9  # a product of 1 may be off by a rounding error
+    return -(min(ratio, 1.0) if bad else 1.0) * row.gains[t] * row.new[t], ratio, bad and above
 
 
 def naive(name: str, new: Table, held: Table, old: Table, gains: Table, marks: list[list[bool]]) -> list[list[Naive]]:
