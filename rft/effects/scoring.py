@@ -21,7 +21,7 @@ def compute(state: RuntimeState[Any, Any, Any, Any], rollouts: Sequence[Rollouts
         _check("compute_old_logprobs", state, rollouts, max_lag)
     trainer = runtime.trainer
     batches = tuple(
-        BatchLogProbs(batch=r.batch, values=trainer.logprobs(r.tokens, r.mask, r.sampling.temperature or 1.0) * r.sampled) for r in rollouts
+        BatchLogProbs(batch=r.batch, values=trainer.logprobs(r.tokens, r.mask, r.sampled, r.sampling.temperature or 1.0)) for r in rollouts
     )
     return OldLogProbs(version=state.version, batches=batches, source="actor")
 

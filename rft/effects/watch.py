@@ -68,7 +68,8 @@ class Watch:
         if scored != version:
             return
         tokens = torch.tensor([self._probe])
-        actor = trainer.logprobs(tokens, torch.ones_like(tokens, dtype=torch.bool), 1.0)[0, 1:]
+        later = (torch.arange(len(self._probe)) > 0)[None]
+        actor = trainer.logprobs(tokens, torch.ones_like(later), later, 1.0)[0, 1:]
         gaps = (torch.tensor(engine) - actor).abs()
         self._judge(version, gaps, TOLERANCE[dtype], after)
 

@@ -3,6 +3,7 @@
 Logits at column t are about token t + 1. Everywhere else in the library what stands at column t is about token t, so column 0 is 0.
 """
 
+import dataclasses as dc
 from typing import Any
 
 import torch
@@ -28,6 +29,26 @@ def predictors(wanted: Bool[Tensor, "batch seq"]) -> Int64[Tensor, "kept"]:
     needed = wanted[:, 1:].any(dim=0)
     needed[0] |= ~needed.any()
     return needed.nonzero().squeeze(1)
+
+
+@dc.dataclass(frozen=True, kw_only=True, eq=False)
+class Predictions:
+    """Which hidden states predict the tokens asked for, and what these are."""
+
+    predictors: Int64[Tensor, "wanted"]
+    targets: Int64[Tensor, "wanted"]
+
+
+@checked
+def predictions(tokens: Int64[Tensor, "token"], wanted: Bool[Tensor, "token"]) -> Predictions:
+    """Of a run of tokens (a row, or rows one behind the other, padded or not): what is to be asked of the hidden states.
+
+        the hidden state at i predicts token i + 1
+
+    In the order of the run. The first token of a row is predicted by nothing, so it must not be wanted; that of the run cannot be.
+    """
+    predictors = wanted[1:].nonzero().squeeze(1)
+    return Predictions(predictors=predictors, targets=tokens[predictors + 1])
 
 
 @checked

@@ -8,7 +8,6 @@ more traffic. Objectives divide by the global batch, so gradients are summed ove
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import get_total_norm
 
 from rft import tree
@@ -26,15 +24,19 @@ from rft.errors import BadInput, NonFiniteGradient, RftError, RoleError, Runtime
 from rft.experience import Minibatch
 from rft.models import ModelFolder
 from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals
-from rft.ops.logprobs import predictors
+from rft.ops.metrics import Metric, host, merged, read
+from rft.ops.packing import unpack
+from rft.parallel.batches import Batches
 from rft.parallel.world import World
 from rft.spec import FSDP2Trainer
 from rft.trainers import hugging_face
 from rft.trainers.gathering import gathered
 from rft.trainers.gloo import GlooReduceScatter
-from rft.trainers.microbatches import agree, cut, gather, share_of, to_width
+from rft.trainers.inputs import inputs
+from rft.trainers.microbatches import Share, agree, cut, gather, share_of, some_rows, to_width
 from rft.trainers.protocol import Part, TensorSpec, Trainer
 from rft.trainers.schedule import learning_rate
+from rft.trainers.scorer import Scorer, scorer
 from rft.trainers.shelf import Shelf
 
 
@@ -49,8 +51,9 @@ class _FSDP2:
     def __init__(self, spec: FSDP2Trainer, folder: ModelFolder, world: World) -> None:
         self._spec, self._folder, self._world = spec, folder, world
         self._model: Any = hugging_face.load(folder, checkpointing=spec.gradient_checkpointing)
-        _shard(self._model, spec, world)
-        self._sharded = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+        self._scorer: Any = scorer(self._model)
+        _shard(self._scorer, spec, world)
+        self._sharded = [module for module in self._scorer.modules() if isinstance(module, FSDPModule)]
         self._parameters: list[Any] = list(self._model.parameters())
         self._optimizer: Any = _adamw(self._parameters, spec)
         moments = [self._optimizer.state[p][name] for p in self._parameters for name in ("exp_avg", "exp_avg_sq")]
@@ -88,20 +91,20 @@ class _FSDP2:
     # ---- computing ----
 
     def logprobs(
-        self, tokens: Int64[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq"], temperature: float
+        self,
+        tokens: Int64[Tensor, "batch seq"],
+        mask: Bool[Tensor, "batch seq"],
+        wanted: Bool[Tensor, "batch seq"],
+        temperature: float,
     ) -> Float32[Tensor, "batch seq"]:
         self._require("model")
-        plan, _ = agree(self._world, share_of(mask), self._spec.micro_batch_tokens)
-        result = torch.zeros(tokens.shape)
-        self._model.eval()
+        plan, _ = self._agree(share_of(mask, wanted))
+        result, heat = torch.zeros(tokens.shape), torch.full((len(tokens),), temperature)
+        self._scorer.eval()
         with torch.no_grad():
             for rows in plan:
-                index = torch.tensor(rows, dtype=torch.int64)
-                own, wanted = _some_rows(tokens[index], mask[index])
-                with _attention(self._spec, own):
-                    heat = torch.full((len(own),), temperature, device=self._world.device)
-                    values = self._forward(self._here(own), self._here(wanted), heat).logprobs.cpu()
-                result[index] = to_width(values, result.shape[1])[: len(rows)]
+                asked = some_rows(tokens, mask, wanted, heat, rows)
+                result[list(rows)] = to_width(self._scores(*asked).logprobs.cpu(), result.shape[1])[: len(rows)]
         self._reshard()
         return result
 
@@ -109,52 +112,47 @@ class _FSDP2:
         self._require("model", "optimizer")
         if old is not None and old.shape != batch.tokens.shape:
             raise ShapeError(f"old log-probs of shape {tuple(old.shape)} for a mini-batch of {tuple(batch.tokens.shape)}")
-        plan, totals = agree(self._world, share_of(batch.mask, batch.sampled), self._spec.micro_batch_tokens)
-        if totals.tokens == 0:
-            raise BadInput("no rank brought a sampled token to this step, so there is nothing to learn from")
-        self._model.train()
-        metrics: dict[str, Tensor] = {}
-        for number, rows in enumerate(plan, start=1):
-            micro = tree.tree_map(self._here, cut(batch, old, rows))
-            for name, value in self._accumulate(micro, totals, objective, last=number == len(plan)).items():
-                metrics[name] = metrics[name] + value if name in metrics else value
-        self._reshard()
-        return {**self._summed(metrics), **self._update()}
+        plan, totals = self._agree(share_of(batch.mask, batch.sampled, batch.demonstrated))
+        if totals.tokens + totals.demonstrated == 0:
+            raise BadInput("no rank brought a sampled or demonstrated token to this step, so there is nothing to learn from")
+        self._scorer.train()
+        try:
+            cuts = enumerate((cut(batch, old, rows) for rows in plan), start=1)
+            parts = [self._accumulate(micro, totals, objective, last=number == len(plan)) for number, micro in cuts]
+            self._reshard()
+            return {**self._together(parts), **self._update()}
+        finally:
+            self._optimizer.zero_grad()
 
-    def _accumulate(self, micro: MicroBatch, totals: Totals, objective: Objective, *, last: bool) -> dict[str, Tensor]:
+    def _accumulate(self, micro: MicroBatch, totals: Totals, objective: Objective, *, last: bool) -> dict[str, Tensor | Metric]:
         """Adds one micro-batch's gradient to the step's; returns its shares of the metrics and the loss."""
         if self._spec.keep_gathered:
-            self._model.set_reshard_after_backward(last)
-            self._model.set_requires_gradient_sync(last)
-        with _attention(self._spec, micro.rows.tokens):
-            new = self._forward(micro.rows.tokens, micro.rows.sampled, micro.rows.temperature)
-            terms = _asked(objective, new, micro, totals)
-            # FSDP averages over the ranks, and the objective has divided by the global batch already. A loss that does not look at
-            # the log-probs (a filler's, say) has a gradient too, of 0: every rank runs every backward pass.
-            torch.autograd.backward(terms.loss * self._world.size + 0 * new.logprobs.sum())
-        return {name: value.detach() for name, value in {**terms.metrics, "loss": terms.loss}.items()}
+            self._scorer.set_reshard_after_backward(last)
+            self._scorer.set_requires_gradient_sync(last)
+        rows = micro.rows
+        new = self._scores(rows.tokens, rows.mask, rows.sampled, rows.temperature)
+        terms = _asked(objective, new, tree.tree_map(self._here, micro), totals)
+        # FSDP averages over the ranks, and the objective has divided by the global batch already. A loss that does not look at the
+        # log-probs (a filler's, say) has a gradient too, of 0: every rank runs every backward pass.
+        torch.autograd.backward(terms.loss * self._world.size + 0 * new.logprobs.sum())
+        shares = {**terms.metrics, "loss": terms.loss}
+        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in shares.items()}
 
-    def _forward(self, tokens: Tensor, wanted: Tensor, temperature: Tensor) -> TokenScores:
-        """Scores [batch, seq] of the wanted tokens, 0 elsewhere.
-
-        Rows are padded on the right, where causal attention never looks, so there is no attention mask; and columns that predict
-        nothing that is wanted (prompts) do not reach the head.
-        """
-        columns = predictors(wanted)
-        logits = self._model(input_ids=tokens, use_cache=False, logits_to_keep=columns).logits.float()
-        table = (logits / torch.where(temperature == 0, 1.0, temperature)[:, None, None]).log_softmax(dim=-1)
-        picked = table.gather(2, tokens[:, columns + 1, None]).squeeze(2)
-        empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
-        both = (empty.index_copy(1, columns + 1, part) for part in (picked, -(table.exp() * table).sum(dim=-1)))
-        logprobs, entropy = (torch.where(wanted, part, 0.0) for part in both)
+    def _scores(self, tokens: Tensor, mask: Tensor, wanted: Tensor, temperature: Tensor) -> TokenScores:
+        """Of the wanted tokens of rows that lie on the host: `[batch, seq]` on the device, 0 elsewhere."""
+        asked = tree.tree_map(self._here, inputs(tokens, mask, wanted, temperature, self._scorer.layout))
+        logprobs, entropy = (unpack(values, self._here(wanted)) for values in self._scorer(asked))
         return TokenScores(logprobs=logprobs, entropy=entropy)
+
+    def _agree(self, own: Share) -> tuple[Batches, Totals]:
+        width: int = self._model.config.get_text_config().hidden_size
+        return agree(self._world, own, self._spec.micro_batch_tokens, width=width, layout=self._scorer.layout)
 
     def _update(self) -> dict[str, float]:
         """One global norm over all parameters, the clip, and AdamW."""
         gradients = _local([p.grad for p in self._parameters if p.grad is not None])
         norm = self._norm(gradients)
         if not math.isfinite(norm):
-            self._optimizer.zero_grad()
             raise NonFiniteGradient(f"the gradient's norm is {norm} at step {self._steps}; the optimizer was not touched")
         if norm > self._spec.max_grad_norm:
             for gradient in gradients:
@@ -162,7 +160,6 @@ class _FSDP2:
         lr = learning_rate(self._spec, self._steps)
         self._optimizer.param_groups[0]["lr"] = lr
         self._optimizer.step()
-        self._optimizer.zero_grad()
         self._steps += 1
         return {"grad_norm": norm, "lr": lr}
 
@@ -171,13 +168,9 @@ class _FSDP2:
         _ = dist.all_reduce(square, group=self._world.host)
         return float(square.sqrt())
 
-    def _summed(self, metrics: dict[str, Tensor]) -> dict[str, float]:
-        own = {name: float(value) for name, value in metrics.items()}
-        told = gather(self._world, own)
-        if any(theirs.keys() != own.keys() for theirs in told):
-            self._optimizer.zero_grad()
-            raise BadInput(f"the objective gives other metrics on other ranks: {[sorted(theirs) for theirs in told]}")
-        return {name: sum(theirs[name] for theirs in told) for name in own}
+    def _together(self, parts: list[dict[str, Tensor | Metric]]) -> dict[str, float]:
+        """The metrics of all micro-batches of all ranks."""
+        return read(merged(gather(self._world, host(merged(parts)))))
 
     def _here(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._world.device)
@@ -201,7 +194,7 @@ class _FSDP2:
     def close(self) -> None:
         for shelf in self._shelves.values():
             shelf.close()
-        self._model = self._optimizer = None
+        self._model = self._scorer = self._optimizer = None
         self._parameters, self._sharded = [], []
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -212,10 +205,12 @@ class _FSDP2:
                 raise RoleError(f"the trainer's {part} lies on the host; reload it first")
 
 
-def _shard(model: Any, spec: FSDP2Trainer, world: World) -> None:
+def _shard(root: Scorer, spec: FSDP2Trainer, world: World) -> None:
     mesh = init_device_mesh(world.device.type, (world.size,))
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, spec.dtype), reduce_dtype=torch.float32)
-    for module in [*hugging_face.blocks(model), model]:
+    for module in [*hugging_face.blocks(root.model), root]:
+        # What the scorer itself is given is to keep its dtype: temperatures are fp32.
+        dtypes: dict[str, Any] = {"param_dtype": getattr(torch, spec.dtype), "reduce_dtype": torch.float32}
+        policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=module is not root)
         sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not spec.keep_gathered)
         if world.device.type == "cpu" and world.size > 1:
             sharded.set_custom_reduce_scatter(GlooReduceScatter())
@@ -229,15 +224,6 @@ def _asked(objective: Objective, new: TokenScores, micro: MicroBatch, totals: To
         raise RuntimePoisoned(f"the objective failed in the middle of a step: {type(error).__name__}: {error}") from error
 
 
-def _attention(spec: FSDP2Trainer, tokens: Tensor) -> AbstractContextManager[object]:
-    """On a CPU, the backward pass of PyTorch's fused attention in bf16 takes thrice as long as the plain one on short rows.
-
-    The backward pass belongs inside too: gradient checkpointing computes the forward pass again there, and wants the same kernels.
-    """
-    short = tokens.device.type == "cpu" and spec.dtype == "bfloat16" and tokens.shape[1] <= 128
-    return sdpa_kernel(SDPBackend.MATH) if short else nullcontext()
-
-
 def _adamw(parameters: list[Any], spec: FSDP2Trainer) -> Any:
     """AdamW with its moments there from the start, so that what it takes is known before the first step."""
     optimizer = torch.optim.AdamW(parameters, spec.lr, spec.betas, spec.eps, spec.weight_decay, fused=True)
@@ -249,11 +235,3 @@ def _adamw(parameters: list[Any], spec: FSDP2Trainer) -> Any:
 
 def _local(tensors: list[Any]) -> list[Tensor]:
     return [tensor.detach().to_local() for tensor in tensors]
-
-
-def _some_rows(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut to the longest row, at least two columns and one row; and what is wanted of them: all but the first token."""
-    width = max(2, int(mask.sum(dim=1).max()) if len(mask) else 0)
-    tokens, wanted = to_width(tokens.masked_fill(~mask, 0), width), to_width(mask, width).clone()
-    wanted[:, :1] = False
-    return (tokens, wanted) if len(mask) else (tokens.new_zeros(1, width), wanted.new_zeros(1, width))

@@ -1,7 +1,6 @@
 """Hugging Face causal LMs as a trainer takes and gives them: loaded whole, named as their checkpoints are, written as folders."""
 
 import copy
-import inspect
 import os
 import shutil
 from collections.abc import Generator, Mapping
@@ -36,8 +35,6 @@ def load(folder: ModelFolder, *, checkpointing: bool) -> Any:
         raise BadInput(f"{folder.path} lacks weights, or has them in another shape: {', '.join(lost[:5])} ({len(lost)} in all)")
     if getattr(model, "_weight_conversions", None):
         raise BadInput(f"{type(model).__name__} is stored under other names than it has in memory; this trainer cannot stream it yet")
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise BadInput(f"{type(model).__name__} cannot leave logits out (its forward has no logits_to_keep)")
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

@@ -5,14 +5,15 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float32
+from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
 from rft.errors import BadInput
 from rft.experience import Minibatch, take
-from rft.objectives import MicroBatch, Totals
-from rft.parallel.batches import plan
+from rft.objectives import MicroBatch
+from rft.ops.aggregation import Totals
+from rft.parallel.batches import Batches, Layout, Rows, plan
 from rft.parallel.world import World
 from rft.state import BatchId
 
@@ -21,27 +22,33 @@ T = TypeVar("T")
 
 @dc.dataclass(frozen=True, kw_only=True)
 class Share:
-    """What the ranks tell each other of their rows before they plan."""
+    """What the ranks tell each other before they plan: their rows, and what is wrong with them."""
 
-    lengths: tuple[int, ...]
-    tokens: int = 0
-    sequences: int = 0
+    rows: Rows
     problem: str | None = None
 
 
-def share_of(mask: Bool[Tensor, "batch seq"], sampled: Bool[Tensor, "batch seq"] | None = None) -> Share:
-    """This rank's rows: their lengths, and how much of them was sampled. What is wrong with them is told, not raised."""
-    lengths = tuple(mask.sum(dim=1).clamp(min=1).tolist())
+def share_of(
+    mask: Bool[Tensor, "batch seq"], wanted: Bool[Tensor, "batch seq"], demonstrated: Bool[Tensor, "batch"] | None = None
+) -> Share:
+    """This rank's rows. What is wrong with them is told, not raised. A row without tokens counts as one of length 1."""
+    shown = torch.zeros(len(mask), dtype=torch.bool) if demonstrated is None else demonstrated
+    lengths, counts = mask.sum(dim=1).clamp(min=1), wanted.sum(dim=1)
+    rows = Rows(lengths=tuple(lengths.tolist()), sampled=tuple(counts.tolist()), demonstrated=tuple(shown.tolist()))
+    return Share(rows=rows, problem=_problem(mask, wanted))
+
+
+def _problem(mask: Tensor, wanted: Tensor) -> str | None:
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
-        return Share(lengths=lengths, problem="a row must start at column 0 and have no hole in its mask")
-    if sampled is None:
-        return Share(lengths=lengths)
-    if bool(sampled[:, :1].any()):
-        return Share(lengths=lengths, problem="the token at column 0 cannot be sampled: none comes before it")
-    return Share(lengths=lengths, tokens=int(sampled.sum()), sequences=int(sampled.any(dim=1).sum()))
+        return "a row must start at column 0 and have no hole in its mask"
+    if bool(wanted[:, :1].any()):
+        return "the token at column 0 cannot be sampled: none comes before it"
+    if bool((wanted & ~mask).any()):
+        return "what is padding cannot be sampled"
+    return None
 
 
-def agree(world: World, own: Share, budget: int) -> tuple[tuple[tuple[int, ...], ...], Totals]:
+def agree(world: World, own: Share, budget: int, *, width: int, layout: Layout) -> tuple[Batches, Totals]:
     """Collective: this rank's micro-batches of the common plan, and the totals of the global batch.
 
     Raises `BadInput` on every rank where any rank's rows cannot be used.
@@ -50,8 +57,8 @@ def agree(world: World, own: Share, budget: int) -> tuple[tuple[tuple[int, ...],
     problems = [f"rank {rank}: {share.problem}" for rank, share in enumerate(shares) if share.problem]
     if problems:
         raise BadInput("; ".join(problems))
-    totals = Totals(tokens=sum(share.tokens for share in shares), sequences=sum(share.sequences for share in shares))
-    return plan([share.lengths for share in shares], budget)[world.rank], totals
+    common = plan([share.rows for share in shares], budget, width=width, layout=layout)
+    return common.ranks[world.rank], common.totals
 
 
 def gather(world: World, own: T) -> list[T]:
@@ -62,15 +69,28 @@ def gather(world: World, own: T) -> list[T]:
     return values
 
 
+Asked = tuple[Int64[Tensor, "row seq"], Bool[Tensor, "row seq"], Bool[Tensor, "row seq"], Float32[Tensor, "row"]]
+"""Tokens, their mask, those wanted, and the temperature of each row."""
+
+
+def some_rows(tokens: Tensor, mask: Tensor, wanted: Tensor, temperature: Tensor, rows: tuple[int, ...]) -> Asked:
+    """The given rows, cut to the longest of them (at least one column); one of one token that nobody wants where there are none."""
+    if not rows:
+        one = torch.zeros(1, 1, dtype=torch.int64)
+        return one, one == 0, one > 0, torch.ones(1)
+    index = torch.tensor(rows)
+    width = max(1, int(mask[index].sum(dim=1).max()))
+    return to_width(tokens[index], width), to_width(mask[index], width), to_width(wanted[index], width), temperature[index]
+
+
 def cut(batch: Minibatch, old: Float32[Tensor, "batch seq"] | None, rows: tuple[int, ...]) -> MicroBatch:
-    """The given rows of `batch`, cut to the longest of them (at least two columns); a filler where there are none."""
+    """The given rows of `batch`, cut to the longest of them (at least one column); a filler where there are none."""
     if not rows:
         return _filler(batch, old is not None)
     index = torch.tensor(rows)
     part = take(batch, index)
-    width = max(2, int(part.mask.sum(dim=1).max()))
+    width = max(1, int(part.mask.sum(dim=1).max()))
     fitted = {f.name: to_width(getattr(part, f.name), width) for f in dc.fields(part) if _has_columns(getattr(part, f.name))}
-    fitted["tokens"] = fitted["tokens"].masked_fill(~fitted["mask"], 0)  # padding may be anything, and a model looks every id up
     return MicroBatch(rows=dc.replace(part, **fitted), old=None if old is None else to_width(old[index], width))
 
 
@@ -84,15 +104,15 @@ def _has_columns(value: object) -> bool:
 
 
 def _filler(batch: Minibatch, with_old: bool) -> MicroBatch:
-    """One row of two tokens, neither of them sampled: its loss is 0, and so is its gradient."""
-    nothing, one = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
+    """One row of one token that was not sampled: its loss is 0, and so is its gradient."""
+    nothing, one = torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64)
     rows = Minibatch(
         batches=batch.batches or (BatchId("filler"),),
         origin=one,
         rows=one,
-        tokens=torch.zeros(1, 2, dtype=torch.int64),
-        mask=torch.ones(1, 2, dtype=torch.bool),
-        sampled=torch.zeros(1, 2, dtype=torch.bool),
+        tokens=one[None],
+        mask=torch.ones(1, 1, dtype=torch.bool),
+        sampled=torch.zeros(1, 1, dtype=torch.bool),
         logprobs=nothing,
         groups=one,
         rewards=torch.zeros(1),

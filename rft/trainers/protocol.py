@@ -46,10 +46,15 @@ class Trainer(Protocol):
         ...
 
     def logprobs(
-        self, tokens: Int64[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq"], temperature: float
+        self,
+        tokens: Int64[Tensor, "batch seq"],
+        mask: Bool[Tensor, "batch seq"],
+        wanted: Bool[Tensor, "batch seq"],
+        temperature: float,
     ) -> Float32[Tensor, "batch seq"]:
-        """log p(token t | before t) in fp32 from logits / temperature, no gradient; 0 at column 0 and on padding. On the host.
+        """log p(token t | before t) of the wanted tokens, in fp32 from logits / temperature, no gradient; 0 elsewhere. On the host.
 
+        `mask` marks the tokens of each row, from column 0 on; `wanted` some of them, but none at column 0, which nothing predicts.
         Ranks may bring different numbers of rows and lengths; the micro-batches are planned together.
         """
         ...

@@ -13,7 +13,10 @@ from torch import Tensor
 from rft.engines.faults import Faults
 from rft.engines.scripted import scripted_logprob
 from rft.experience import Minibatch
-from rft.objectives import MicroBatch, Objective, TokenScores, Totals
+from rft.objectives import MicroBatch, Objective, TokenScores
+from rft.ops.metrics import read
+from rft.parallel.batches import totals
+from rft.trainers.microbatches import share_of
 from rft.trainers.protocol import Part, TensorSpec
 
 
@@ -38,22 +41,27 @@ class ScriptedTrainer:
             yield name, tensor
 
     def logprobs(
-        self, tokens: Int64[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq"], temperature: float
+        self,
+        tokens: Int64[Tensor, "batch seq"],
+        mask: Bool[Tensor, "batch seq"],
+        wanted: Bool[Tensor, "batch seq"],
+        temperature: float,
     ) -> Float32[Tensor, "batch seq"]:
         self._pass("logprobs", writes=False)
-        return self._logprobs(tokens, mask) / temperature
+        return self._logprobs(tokens, mask) * wanted / temperature
 
     def step(self, batch: Minibatch, old: Float32[Tensor, "batch seq"] | None, objective: Objective) -> dict[str, float]:
         self._pass("step")
         if not self.on_device["optimizer"]:
             raise RuntimeError("the optimizer is offloaded")
         new = (self._logprobs(batch.tokens, batch.mask) * batch.sampled).requires_grad_()
-        totals = Totals(tokens=int(batch.sampled.sum()), sequences=len(batch))
-        terms = objective(TokenScores(logprobs=new, entropy=torch.zeros_like(new)), MicroBatch(rows=batch, old=old), totals)
+        scores = TokenScores(logprobs=new, entropy=torch.zeros_like(new))
+        whole = totals([share_of(batch.mask, batch.sampled, batch.demonstrated).rows])
+        terms = objective(scores, MicroBatch(rows=batch, old=old), whole)
         self.weights = {name: tensor + 1 for name, tensor in self.weights.items()}
         self._pass("step")
         self.moments = self.moments + 1
-        return {"loss": terms.loss.item(), "grad_norm": 1.0, "lr": 1.0, **{name: float(v) for name, v in terms.metrics.items()}}
+        return {"loss": terms.loss.item(), "grad_norm": 1.0, "lr": 1.0, **read(terms.metrics)}
 
     def offload(self, part: Part) -> None:
         self._move(part, False)

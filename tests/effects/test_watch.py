@@ -35,8 +35,9 @@ class OffBy:
         self.asked += 1
         return [[-1.0 - self.gap] * (len(tokens) - 1) for tokens in sequences]
 
-    def logprobs(self, tokens: torch.Tensor, mask: torch.Tensor, temperature: float) -> torch.Tensor:
+    def logprobs(self, tokens: torch.Tensor, mask: torch.Tensor, wanted: torch.Tensor, temperature: float) -> torch.Tensor:
         assert bool(mask.all())
+        assert wanted.tolist() == [[False, *[True] * (tokens.shape[1] - 1)]]
         assert temperature == 1.0
         return torch.full(tokens.shape, -1.0)
 

@@ -34,6 +34,17 @@ def all_logprobs(model: Any, batch: Experience) -> Tensor:
     return result
 
 
+def all_entropies(model: Any, batch: Experience) -> Tensor:
+    """−Σ p log p of the distribution that each token but the first of a row is of, as a table with zeros elsewhere."""
+    result = torch.zeros(batch.tokens.shape)
+    with torch.no_grad():
+        for row, length in enumerate(batch.mask.sum(dim=1).tolist()):
+            logits = model(input_ids=batch.tokens[row, None, :length], use_cache=False).logits[0]
+            p = torch.softmax(logits / (float(batch.temperature[row]) or 1.0), dim=-1)
+            result[row, 1:length] = -(p * p.log()).sum(dim=-1)[:-1]
+    return result
+
+
 def plain_loss(model: Any, batch: Experience, old: Tensor | None, clip: float = 0.2) -> Tensor:
     """The clipped surrogate, averaged over all sampled tokens of the batch."""
     losses: list[Tensor] = []

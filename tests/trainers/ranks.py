@@ -18,6 +18,7 @@ from rft.errors import BadInput, NonFiniteGradient, RftError, RuntimePoisoned
 from rft.experience import Minibatch
 from rft.models import find_model
 from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals, grpo, supervised
+from rft.ops.metrics import maximum
 from rft.parallel.world import World, open_world
 from rft.spec import FSDP2Trainer
 from tests.trainers.batches import random_experience, rows_of, some_old
@@ -41,6 +42,11 @@ def build(world: World, model: str = "qwen2", **options: Any) -> Any:
 def share(world: World, shares: dict[int, list[tuple[int, ...]]] = SHARES) -> tuple[Minibatch, Tensor]:
     rows = shares[world.size][world.rank]
     return rows_of(SOURCE, *rows), OLD[list(rows)]
+
+
+def later(mask: Tensor) -> Tensor:
+    """All tokens that something predicts."""
+    return mask & (torch.arange(mask.shape[1]) > 0)
 
 
 def weights(trainer: Any) -> dict[str, Tensor]:
@@ -121,7 +127,7 @@ def five_steps(world: World) -> Any:
     batch, old = share(world)
     seen = []
     for _ in range(5):
-        logprobs = trainer.logprobs(batch.tokens, batch.mask, 1.0)
+        logprobs = trainer.logprobs(batch.tokens, batch.mask, later(batch.mask), 1.0)
         seen.append({"logprobs": logprobs, **trainer.step(batch, old, grpo())})
     return {"steps": seen, "weights": weights(trainer)}
 
@@ -136,9 +142,9 @@ def logprobs(world: World) -> Any:
     trainer = build(world, micro_batch_tokens=30)
     some, idle = share(world)[0], share(world, IDLE)[0]
     return [
-        trainer.logprobs(some.tokens, some.mask, 0.7),
-        trainer.logprobs(idle.tokens, idle.mask, 0.0),
-        trainer.logprobs(some.tokens[:0], some.mask[:0], 1.0),
+        trainer.logprobs(some.tokens, some.mask, later(some.mask), 0.7),
+        trainer.logprobs(idle.tokens, idle.mask, idle.sampled, 0.0),
+        trainer.logprobs(some.tokens[:0], some.mask[:0], some.mask[:0], 1.0),
     ]
 
 
@@ -166,7 +172,7 @@ def placement(world: World) -> Any:
         moved.offload("optimizer")
         refused = refusal(lambda: moved.step(batch, old, grpo()))
         moved.offload("model")
-        refused += refusal(lambda: moved.logprobs(batch.tokens, batch.mask, 1.0))
+        refused += refusal(lambda: moved.logprobs(batch.tokens, batch.mask, batch.sampled, 1.0))
         held = [p.detach().to_local().untyped_storage().nbytes() for p in moved._parameters]
         streams.append((weights(moved), weights(still)))
         moved.reload("model")
@@ -217,24 +223,41 @@ def bad_batches(world: World) -> Any:
     """Each is wrong on the last rank alone (but the first, which is nobody's fault), and refused on all."""
     trainer = build(world)
     batch, last = share(world)[0], world.rank == world.size - 1
-    hole, early = batch.mask.clone(), batch.sampled.clone()
-    hole[0, 1], early[0, 0] = False, True
+    hole, early, short = batch.mask.clone(), batch.sampled.clone(), batch.mask.clone()
+    hole[0, 1], early[0, 0], short[0, 5:] = False, True, False
     nothing = dc.replace(batch, sampled=torch.zeros_like(batch.sampled))
     return [
         refusal(lambda: trainer.step(nothing, None, grpo()), BadInput),
         refusal(lambda: trainer.step(dc.replace(batch, mask=hole) if last else batch, None, grpo()), BadInput),
         refusal(lambda: trainer.step(dc.replace(batch, sampled=early) if last else batch, None, grpo()), BadInput),
-        refusal(lambda: trainer.logprobs(batch.tokens, hole if last else batch.mask, 1.0), BadInput),
-        refusal(lambda: trainer.step(batch, None, uneven_metrics(world)), BadInput) if world.size > 1 else [],
+        refusal(lambda: trainer.logprobs(batch.tokens, hole if last else batch.mask, batch.sampled, 1.0), BadInput),
+        refusal(lambda: trainer.step(batch, None, two_kinds(world)), BadInput) if world.size > 1 else [],
+        refusal(lambda: trainer.step(dc.replace(batch, mask=short) if last else batch, None, grpo()), BadInput),
         trainer.step(batch, None, grpo()),
     ]
 
 
-def uneven_metrics(world: World) -> Objective:
-    def objective(new: TokenScores, *_: Any) -> LossTerms:
-        return LossTerms(loss=new.logprobs.sum(), metrics={f"of rank {world.rank}": new.logprobs.detach().sum()})
+def two_kinds(world: World) -> Objective:
+    """One name for different kinds of metrics on different ranks."""
+
+    def objective(new: TokenScores, micro: MicroBatch, _: Totals) -> LossTerms:
+        most = maximum(new.logprobs, micro.rows.sampled)
+        return LossTerms(loss=new.logprobs.sum(), metrics={"most": most if world.rank else most.largest})
 
     return objective
+
+
+def metrics(world: World) -> Any:
+    """What is summed, what merges, and what only some micro-batches tell of."""
+
+    def objective(new: TokenScores, micro: MicroBatch, _: Totals) -> LossTerms:
+        marked = micro.rows.sampled
+        told = {"most": maximum(new.entropy, marked), "tokens": marked.sum(), "sum": new.entropy.sum()}
+        if (micro.rows.rows == 4).any():
+            told["row 4"] = micro.rows.sampled[micro.rows.rows == 4].sum()
+        return LossTerms(loss=new.logprobs.sum(), metrics=told)
+
+    return [gradient(world, objective=objective, micro_batch_tokens=budget)["metrics"] for budget in (1, 30, 1000)]
 
 
 def failing_objective(world: World) -> Any:
@@ -255,7 +278,7 @@ def refusal(call: Callable[[], Any], kind: type[RftError] = RftError) -> list[st
 
 SCENES = (
     gradients, many_equal_micro_batches, compute_dtype, five_steps, supervised_steps, logprobs, streams, placement,
-    one_rank_copies_nothing, export, not_finite, bad_batches, failing_objective,
+    one_rank_copies_nothing, export, not_finite, bad_batches, failing_objective, metrics,
 )  # fmt: skip
 
 

@@ -96,6 +96,13 @@ def test_all_metrics_are_those_of_the_global_batch(seen: list[dict[str, Any]]) -
     assert seen[0]["gradients"]["first step"]["metrics"]["ratio_mean"] == pytest.approx(1.0)
 
 
+def test_metrics_add_up_or_merge_over_micro_batches_and_ranks(seen: list[dict[str, Any]], models: Path) -> None:
+    entropies = oracle.all_entropies(oracle.plain_model(models / "qwen2"), SOURCE)[SOURCE.sampled]
+    expected = {"most": entropies.max().item(), "tokens": len(entropies), "sum": entropies.sum().item(), "row 4": 8}
+    for told in (told for rank in seen for told in rank["metrics"]):
+        assert {name: told[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
 def test_five_steps_are_those_of_a_plain_loop(seen: list[dict[str, Any]], models: Path) -> None:
     options: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 1, "total_steps": 9}
     spec = FSDP2Trainer(**options)
@@ -134,7 +141,7 @@ def test_logprobs_on_ranks_with_different_rows(seen: list[dict[str, Any]], model
         torch.testing.assert_close(some, at_temperature(network, 0.7)[list(rows)], atol=1e-5, rtol=0)
         assert nothing.shape == (0, SOURCE.tokens.shape[1])
         assert len(idle) in (0, len(SOURCE))
-    torch.testing.assert_close(seen[0]["logprobs"][1], at_temperature(network, 1.0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(seen[0]["logprobs"][1], at_temperature(network, 1.0) * SOURCE.sampled, atol=1e-5, rtol=0)
 
 
 def at_temperature(network: Any, temperature: float) -> Tensor:
@@ -208,15 +215,16 @@ def test_a_gradient_that_is_not_finite_is_refused_before_anything_moves(seen: li
 
 def test_bad_batches_are_refused_on_all_ranks(seen: list[dict[str, Any]]) -> None:
     for rank in seen:
-        nothing, hole, early, hole_again, uneven, metrics = rank["bad_batches"]
+        nothing, hole, early, hole_again, two_kinds, short, metrics = rank["bad_batches"]
         assert "nothing to learn" in nothing[0]
-        for refusal, word in ((hole, "hole"), (early, "column 0 cannot be sampled"), (hole_again, "hole")):
+        wrong = ((hole, "hole"), (early, "column 0 cannot be sampled"), (hole_again, "hole"), (short, "padding cannot be sampled"))
+        for refusal, word in wrong:
             assert f"rank {len(seen) - 1}: " in refusal[0]
             assert word in refusal[0]
-        assert len(seen) == 1 or "other metrics" in uneven[0]
+        assert len(seen) == 1 or "metric 'most' is a Tensor here and a Maximum there" in two_kinds[0]
         assert metrics == pytest.approx(rank["gradients"]["first step"]["metrics"], rel=1e-4, abs=1e-6)  # nothing of them stayed
 
 
 def test_an_objective_that_fails_in_the_middle_of_a_step_is_no_refusal(seen: list[dict[str, Any]]) -> None:
     for rank in seen:
-        assert "ShapeError: clipped_surrogate" in rank["failing_objective"][0]
+        assert "in the middle of a step: ShapeError: " in rank["failing_objective"][0]

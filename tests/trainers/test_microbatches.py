@@ -1,7 +1,9 @@
+import dataclasses as dc
+
 import pytest
 import torch
 
-from rft.trainers.microbatches import cut, share_of, to_width
+from rft.trainers.microbatches import cut, share_of, some_rows, to_width
 from tests.trainers.batches import ROWS, random_experience, rows_of, some_old
 
 SOURCE = random_experience()
@@ -10,25 +12,32 @@ OLD = some_old(SOURCE, SOURCE.logprobs)
 
 
 def test_a_share_counts_what_was_sampled() -> None:
-    share = share_of(BATCH.mask, BATCH.sampled)
-    assert share.lengths == tuple(length for length, _ in ROWS)
-    assert share.tokens == sum(length - max(prompt, 1) for length, prompt in ROWS)
-    assert share.sequences == 7  # row 6 sampled nothing
+    share = share_of(BATCH.mask, BATCH.sampled, torch.arange(8) == 2)
+    assert share.rows.lengths == tuple(length for length, _ in ROWS)
+    assert share.rows.sampled == tuple(length - max(prompt, 1) for length, prompt in ROWS)
+    assert share.rows.demonstrated == (False, False, True, False, False, False, False, False)
     assert share.problem is None
+    assert share_of(BATCH.mask[:0], BATCH.sampled[:0]).rows.lengths == ()
+    assert share_of(torch.tensor([[False]]), torch.tensor([[False]])).rows.lengths == (1,)  # a row without tokens takes a place
 
 
-def test_a_share_tells_what_is_wrong() -> None:
-    hole, late = torch.tensor([[True, False, True]]), torch.tensor([[False, True, True]])
-    assert "hole" in str(share_of(hole).problem)
-    assert "hole" in str(share_of(late).problem)
-    assert "column 0" in str(share_of(torch.ones(1, 3, dtype=torch.bool), torch.ones(1, 3, dtype=torch.bool)).problem)
+@pytest.mark.parametrize(
+    ("mask", "sampled", "word"),
+    [
+        ([True, False, True], [False, False, False], "hole"),
+        ([False, True, True], [False, False, True], "hole"),
+        ([True, True, True], [True, False, True], "column 0"),
+        ([True, True, False], [False, True, True], "padding"),
+    ],
+)
+def test_a_share_tells_what_is_wrong(mask: list[bool], sampled: list[bool], word: str) -> None:
+    assert word in str(share_of(torch.tensor([mask]), torch.tensor([sampled])).problem)
 
 
 def test_rows_are_cut_to_their_longest_and_old_logprobs_with_them() -> None:
     micro = cut(BATCH, OLD, (2, 5))
     assert micro.rows.tokens.shape == micro.rows.mask.shape == micro.rows.advantages.shape == (2, 6)
-    assert torch.equal(micro.rows.tokens, SOURCE.tokens[[2, 5], :6].clamp(min=0))
-    assert micro.rows.tokens[0, 5] == 0  # a token, where padding need not be one
+    assert torch.equal(micro.rows.tokens, SOURCE.tokens[[2, 5], :6])
     assert micro.rows.rows.tolist() == [2, 5]
     assert micro.old is not None
     assert torch.equal(micro.old, OLD[[2, 5], :6])
@@ -39,16 +48,24 @@ def test_rows_are_cut_to_their_longest_and_old_logprobs_with_them() -> None:
 def test_a_filler_has_nothing_sampled(old: torch.Tensor | None) -> None:
     micro = cut(BATCH, old, ())
     assert not micro.rows.sampled.any()
-    assert micro.rows.tokens.shape == (1, 2)
+    assert micro.rows.tokens.shape == micro.rows.mask.shape == (1, 1)
     assert (micro.old is None) == (old is None)
 
 
-def test_a_row_of_one_token_gets_a_column_to_predict() -> None:
-    mask = torch.zeros_like(BATCH.mask)
-    mask[:, 0] = True
-    single = rows_of(SOURCE, 0)
-    object.__setattr__(single, "mask", mask[:1])
-    assert cut(single, None, (0,)).rows.tokens.shape == (1, 2)
+def test_rows_without_tokens_keep_a_column() -> None:
+    empty = dc.replace(rows_of(SOURCE, 0), mask=torch.zeros_like(BATCH.mask[:1]))
+    assert cut(empty, None, (0,)).rows.tokens.shape == (1, 1)
+
+
+def test_some_rows_are_cut_and_a_filler_wants_nothing() -> None:
+    heat = torch.arange(8.0)
+    tokens, mask, wanted, temperature = some_rows(SOURCE.tokens, SOURCE.mask, SOURCE.sampled, heat, (5, 2))
+    assert torch.equal(tokens, SOURCE.tokens[[5, 2], :6])
+    assert torch.equal(mask, SOURCE.mask[[5, 2], :6])
+    assert torch.equal(wanted, SOURCE.sampled[[5, 2], :6])
+    assert temperature.tolist() == [5, 2]
+    tokens, mask, wanted, temperature = some_rows(SOURCE.tokens, SOURCE.mask, SOURCE.sampled, heat, ())
+    assert (tokens.tolist(), mask.tolist(), wanted.tolist(), temperature.tolist()) == ([[0]], [[True]], [[False]], [1.0])
 
 
 def test_to_width_crops_and_pads() -> None:

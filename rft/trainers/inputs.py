@@ -1,0 +1,54 @@
+"""What one forward pass takes, made on the host: rows laid out as the model takes them, and which of their tokens are asked for."""
+
+import dataclasses as dc
+
+from jaxtyping import Bool, Float32, Int64
+from torch import Tensor
+
+from rft import tree
+from rft.ops.logprobs import predictions
+from rft.ops.packing import Segments, pack, segments
+from rft.parallel.batches import Layout
+
+
+@tree.record
+@dc.dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """Rows in one of the two layouts. `wanted` counts the tokens asked for, row by row."""
+
+    tokens: Int64[Tensor, "line place"]
+    """Packed: one line of all rows. Padded: a line for each."""
+    segments: Segments | None
+    """How packed tokens fall into rows; None: they are padded."""
+    predictors: Int64[Tensor, "wanted"]
+    """The places, counted through all lines, whose hidden states predict what is asked for."""
+    targets: Int64[Tensor, "wanted"]
+    """The tokens asked for."""
+    temperature: Float32[Tensor, "wanted"]
+    """That each is scored at."""
+
+
+def inputs(
+    tokens: Int64[Tensor, "batch seq"],
+    mask: Bool[Tensor, "batch seq"],
+    wanted: Bool[Tensor, "batch seq"],
+    temperature: Float32[Tensor, "batch"],
+    layout: Layout,
+) -> Inputs:
+    """Lays out rows that begin at column 0 and have no holes. The first token of a row cannot be wanted.
+
+    Padding may be any number. A row without tokens gets one, so that no pass is over nothing.
+    """
+    real = mask.clone()
+    real[:, :1] = True
+    tokens = tokens.masked_fill(~mask, 0)  # a model looks every id up
+    where = segments(real) if layout == "packed" else None
+    run, asked = (tokens.flatten(), wanted.flatten()) if where is None else (pack(tokens, real), pack(wanted, real))
+    found = predictions(run, asked)
+    return Inputs(
+        tokens=tokens if where is None else run[None],
+        segments=where,
+        predictors=found.predictors,
+        targets=found.targets,
+        temperature=pack(temperature[:, None].expand_as(wanted), wanted),
+    )

@@ -1,0 +1,96 @@
+"""A causal LM that answers with log-probs and entropies of the tokens asked for, and never makes the whole logits."""
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rft.errors import BadInput
+from rft.ops.scores import head_scores
+from rft.parallel.batches import Layout
+from rft.trainers import packed
+from rft.trainers.inputs import Inputs, inputs
+
+log = logging.getLogger("rft")
+
+TOLERANCE = 1e-3
+"""In nats, in fp32: more than rounding makes of a deep model, and less than any other computation than ours would."""
+
+
+class Scorer(nn.Module):
+    """Holds a Hugging Face causal LM. What is sharded as a whole is this, so that the head is gathered where it is used."""
+
+    def __init__(self, model: Any, layout: Layout = "padded") -> None:
+        super().__init__()
+        self.model = model
+        self.layout: Layout = layout
+        config = model.config.get_text_config()
+        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._scale = _scale(config)
+
+    def forward(self, asked: Inputs) -> tuple[Tensor, Tensor]:
+        """(log p, entropy) of the tokens asked for, `[wanted]`, in fp32: of softmax(logits / temperature), 0 meaning 1."""
+        rows = {} if asked.segments is None else {"segments": asked.segments, "position_ids": asked.segments.positions[None]}
+        hidden = self.model.get_decoder()(input_ids=asked.tokens, use_cache=False, **rows).last_hidden_state
+        predicting = hidden.flatten(0, 1).index_select(0, asked.predictors)
+        head = self.model.get_output_embeddings()
+        heat = torch.where(asked.temperature == 0, 1.0, asked.temperature) / self._scale
+        return head_scores(predicting, head.weight, asked.targets, heat, bias=head.bias, softcap=self._softcap)
+
+
+def scorer(model: Any) -> Scorer:
+    """The scorer of a model that lies on the host: tried out on a few tokens, with packed rows where it can take them.
+
+    Raises `BadInput` for a model whose logits are not what a scorer makes of its hidden states and head.
+    """
+    name = type(model).__name__
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise BadInput(f"{name} has no linear head (get_output_embeddings); this trainer computes log-probs from hidden states and head")
+    expected, made = _from_logits(model), Scorer(model)
+    if not _near(made, expected):
+        raise BadInput(f"{name} does more to its logits than head, scale and soft cap; this trainer cannot compute its log-probs")
+    before = model.config._attn_implementation
+    try:
+        packed.prepare(model)
+        made.layout = "packed"
+        if not _near(made, expected):
+            raise packed.CannotPack("rows that lie one behind the other touch each other")
+        log.info("%s: rows are packed without padding", name)
+    except packed.CannotPack as why:
+        model.set_attn_implementation(before)
+        made.layout = "padded"
+        log.warning("%s cannot take packed rows, they are padded: %s", name, why)
+    return made
+
+
+def _scale(config: Any) -> float:
+    """What the configuration says that logits are multiplied by: Granite divides, Cohere and Falcon-H1 multiply."""
+    factors = [getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier")]
+    return math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
+
+
+def _near(made: Scorer, expected: tuple[Tensor, Tensor]) -> bool:
+    with torch.no_grad():
+        got = made(inputs(*_trial(made.model), made.layout))
+    return all(torch.allclose(one, other, atol=TOLERANCE, rtol=0) for one, other in zip(got, expected, strict=True))
+
+
+def _from_logits(model: Any) -> tuple[Tensor, Tensor]:
+    """What a scorer is to give, by the model's own logits."""
+    tokens, _, wanted, temperature = _trial(model)
+    with torch.no_grad():
+        logits = model(input_ids=tokens, use_cache=False).logits.float()
+    table = (logits / temperature[:, None, None]).log_softmax(dim=-1)[:, :-1]
+    picked, entropy = table.gather(2, tokens[:, 1:, None]).squeeze(2), -(table.exp() * table).sum(dim=-1)
+    return picked[wanted[:, 1:]], entropy[wanted[:, 1:]]
+
+
+def _trial(model: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Two rows of five and three tokens, all but the first of each wanted, at temperature 0.7."""
+    tokens = ((7 * torch.arange(10) + 3) % model.config.get_text_config().vocab_size).view(2, 5)
+    mask = torch.arange(5) < torch.tensor([[5], [3]])
+    wanted = mask.clone()
+    wanted[:, 0] = False
+    return tokens, mask, wanted, torch.full((2,), 0.7)
