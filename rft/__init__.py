@@ -27,7 +27,20 @@ from rft.errors import (
 from rft.experience import Draw, Experience, Minibatch, Prompts, Rollouts, Sampling, assemble, concatenate, demonstrations, experience, take
 from rft.ledger import TABLE, Edge, describe, legal, observation, transition
 from rft.loops import Collected, Evaluation, Wanted, collect, collect_groups, evaluate, refresh, teaches, update
-from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals, grpo
+from rft.objectives import (
+    LossTerms,
+    MicroBatch,
+    Objective,
+    TokenScores,
+    Totals,
+    combined,
+    entropy_bonus,
+    grpo,
+    imitation,
+    policy_loss,
+    reference_kl,
+)
+from rft.ops.metrics import Metric
 from rft.rewards.scoring import RewardFailure, RewardFunction, Rewards, Sample
 from rft.spec import EngineSpec, FSDP2Trainer, LaunchSpec, TrainerSpec, TransformersEngine, VLLMEngine
 from rft.state import (
@@ -163,11 +176,17 @@ __all__ = [
     "minibatches",
     # objectives
     "LossTerms",
+    "Metric",
     "MicroBatch",
     "Objective",
     "TokenScores",
     "Totals",
+    "combined",
+    "entropy_bonus",
     "grpo",
+    "imitation",
+    "policy_loss",
+    "reference_kl",
     # rewards
     "RewardFailure",
     "RewardFunction",

@@ -1,25 +1,38 @@
-"""What a loss is to a trainer: an `Objective` maps the new scores of one micro-batch to its share of the step's loss.
+"""What a loss is to a trainer, and how one is composed.
 
-A trainer knows no formula and an objective no rank: the trainer cuts the global batch into micro-batches and adds up what the
-objective gives, over micro-batches and ranks; the objective divides by the whole batch's `Totals`. So a batch has one loss and one
-gradient, however it is split.
+An `Objective` maps the Actor's scores of one micro-batch to its share of the step's loss. A trainer knows no formula and an objective
+no rank: the trainer cuts the global batch into micro-batches and adds up what the objective gives, over micro-batches and ranks; the
+objective divides by the whole batch's `Totals`. So a batch has one loss and one gradient, however it is split.
+
+An objective is composed of small ones, each with its own coefficient, by `combined`; their formulas are those of `rft.ops`, given as
+functions with their parameters bound:
+
+    combined(
+        policy_loss(partial(losses.ppo_clip, low=0.2, high=0.28), correction=partial(corrections.truncated, cap=2.0)),
+        reference_kl(0.01, estimator=kl.k3),
+        entropy_bonus(0.001),
+    )
 """
 
 import dataclasses as dc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
-from jaxtyping import Float32
+import torch
+from jaxtyping import Bool, Float32
 from torch import Tensor
 
 from rft import tree
 from rft.errors import BadInput
 from rft.experience import Minibatch
-from rft.ops.aggregation import Totals
-from rft.ops.corrections import truncated_weights
-from rft.ops.kl import k3
-from rft.ops.losses import clipped_surrogate, negative_log_likelihood
+from rft.ops import corrections, losses
+from rft.ops.aggregation import Aggregation, Totals, token_mean
+from rft.ops.corrections import Correction
+from rft.ops.kl import importance_weighted, k3
 from rft.ops.masked import masked_mean
+from rft.ops.metrics import Metric
 from rft.shapes import check_record
+from rft.state import BatchId
 
 
 @dc.dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,71 +60,225 @@ class MicroBatch:
     rows: Minibatch
     old: Float32[Tensor, "batch seq"] | None
 
+    @property
+    def responses(self) -> Bool[Tensor, "batch seq"]:
+        """The sampled tokens of rows that are no demonstrations: what a policy loss is about."""
+        return self.rows.sampled & ~self.rows.demonstrated[:, None]
+
 
 @dc.dataclass(frozen=True, kw_only=True)
 class LossTerms:
     """What an objective gives for one micro-batch.
 
     `loss` is a scalar, already divided by the step's `Totals`, so that the sum over micro-batches and ranks is the loss of the
-    global batch. `metrics` are scalars, scaled likewise.
+    global batch. A metric is a scalar, scaled likewise, or a `Metric` that knows how it adds up.
     """
 
     loss: Tensor
-    metrics: dict[str, Tensor]
+    metrics: Mapping[str, Tensor | Metric]
 
 
 Objective = Callable[[TokenScores, MicroBatch, Totals], LossTerms]
 """(the Actor's scores of the micro-batch's tokens, with gradient; the micro-batch; the totals) -> loss and metrics."""
 
+Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor], losses.Surrogate]
+"""(new, old, advantages, mask), each `[batch, seq]` -> the loss of each token: a function of `ops.losses`, parameters bound."""
+CorrectionFunction = Callable[[Tensor, Tensor, Tensor], Correction]
+"""(old, engine, mask), each `[batch, seq]` -> weights: a function of `ops.corrections`, parameters bound."""
+Estimator = Callable[[Tensor, Tensor], Tensor]
+"""(p, q) -> KL(p ‖ q) of each token: a function of `ops.kl`."""
+Choice = Callable[[Tensor, Tensor], Tensor]
+"""(entropy, mask) -> which of the marked tokens are trained on: a function of `ops.entropy`, parameters bound."""
 
-def grpo(*, clip: float = 0.2, correction_cap: float | None = None) -> Objective:
-    """The clipped surrogate over group-normalised advantages, averaged over the sampled tokens of the global batch.
 
-    loss = −1/tokens Σ_t w_t min(r_t A_t, clip(r_t, 1 − clip, 1 + clip) A_t), r_t = exp(new_t − old_t). Without old log-probs (the
-    first step) old = new, detached: r = 1, and the gradient is that of −A log p.
+def combined(*parts: Objective) -> Objective:
+    """The sum of several objectives; of metrics too, so each needs names of its own.
 
-    w = 1, or with `correction_cap` the truncated importance weight min(exp(old_t − engine_t), cap) of `ops.corrections`, for the
-    engine's arithmetic differs from the trainer's. Where the old log-probs were adopted from the engine it is 1, as r itself is
-    then measured against the engine.
+        loss = Σ_k loss_k
 
-    Metrics, over the sampled tokens of the global batch: `clip_fraction`, `ratio_mean`, `kl` (k3 of old to new), `engine_kl`
-    (k3 of the distribution sampled from to new), and with `correction_cap` also `correction_mean`. Raises `BadInput` for a clip or a
-    cap that is not above 0.
-
-    Source: Shao et al., DeepSeekMath, https://arxiv.org/abs/2402.03300 (the mean over tokens instead of sequences: Yu et al., DAPO,
-    https://arxiv.org/abs/2503.14476).
+    Every part is tried once on two made-up rows, so that what is wrong with a parameter is said here and not in mid-step. Raises
+    `BadInput` for no part, for two metrics of one name, and what the parts raise.
     """
-    if clip <= 0 or (correction_cap is not None and correction_cap <= 0):
-        raise BadInput(f"grpo: clip and correction_cap must be above 0, got {clip} and {correction_cap}")
+    if not parts:
+        raise BadInput("combined(*parts) needs at least one objective")
 
     def objective(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
-        new, mask, advantages = scores.logprobs, micro.rows.sampled, micro.rows.advantages
+        terms = [part(scores, micro, totals) for part in parts]
+        names = [name for term in terms for name in term.metrics]
+        if len(set(names)) < len(names):
+            raise BadInput(f"two parts of a combined objective report a metric of the same name; they report {', '.join(names)}")
+        metrics = {name: value for term in terms for name, value in term.metrics.items()}
+        return LossTerms(loss=torch.stack([term.loss for term in terms]).sum(), metrics=metrics)
+
+    return _tried(objective)
+
+
+def grpo(*, clip: float = 0.2, correction_cap: float | None = None) -> Objective:
+    """The clipped surrogate over the tokens of the global batch: the shortest way to an objective.
+
+        loss = 1/N Σ_t min(exp(old_t − engine_t), correction_cap) · ppo_clip_t
+
+    It is `policy_loss(partial(losses.ppo_clip, low=clip, high=clip))`, with `correction_cap` corrected by `corrections.truncated`.
+    Raises `BadInput` for a clip or a cap that is not above 0.
+
+    Source: Shao et al., DeepSeekMath, https://arxiv.org/abs/2402.03300; averaged over tokens instead of responses: Yu et al., DAPO,
+    https://arxiv.org/abs/2503.14476
+    """
+    correction = None if correction_cap is None else partial(corrections.truncated, cap=correction_cap)
+    return policy_loss(partial(losses.ppo_clip, low=clip, high=clip), correction=correction)
+
+
+def policy_loss(
+    surrogate: Surrogate,
+    *,
+    aggregate: Aggregation = token_mean,
+    correction: CorrectionFunction | None = None,
+    tokens: Choice | None = None,
+) -> Objective:
+    """A surrogate of `ops.losses`, corrected, restricted to some tokens, and aggregated.
+
+        loss = aggregate_t( w_t · c_t · surrogate_t ),   w_t = correction(old_t, engine_t),   c_t = 1 where `tokens` chooses t, else 0
+
+    Without old log-probs (the first step) old = new, detached, and every ratio is 1. w = 1 without `correction`, and where the old
+    log-probs were adopted from the engine, as the ratio itself is then measured against the engine. Tokens that a correction or a choice
+    leaves out stay in the denominator. Demonstrations are left out altogether.
+
+    Metrics, means over the sampled tokens of the global batch: `policy_loss`, `clip_fraction`, `ratio_mean`, `entropy`, `kl` (k3 of old
+    to new), `engine_kl` (k3 of the distribution sampled from to new); with a correction those of `corrections.mismatch`; with `tokens`
+    `chosen_fraction`.
+    """
+
+    def objective(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
+        new, mask, engine = scores.logprobs, micro.responses, micro.rows.logprobs
         old = new.detach() if micro.old is None else micro.old
-        surrogate = clipped_surrogate(new, old, advantages, mask, clip=clip)
-        metrics = {
-            "clip_fraction": masked_mean(surrogate.clipped.float(), mask, totals.tokens),
-            "ratio_mean": masked_mean(surrogate.ratio, mask, totals.tokens),
-            "kl": masked_mean(k3(old, new.detach()), mask, totals.tokens),
-            "engine_kl": masked_mean(k3(micro.rows.logprobs, new.detach()), mask, totals.tokens),
-        }
-        loss = surrogate.loss
-        if correction_cap is not None:
-            weights = truncated_weights(old, micro.rows.logprobs, mask, cap=correction_cap)
-            metrics["correction_mean"] = masked_mean(weights, mask, totals.tokens)
-            loss = weights * loss
-        return LossTerms(loss=masked_mean(loss, mask, totals.tokens), metrics=metrics)
+        terms = surrogate(new, old, micro.rows.advantages, mask)
+        loss, metrics = terms.loss, _seen(scores, old, engine, mask, terms, totals)
+        if correction is not None:
+            corrected = correction(old, engine, mask)
+            metrics |= corrections.mismatch(old, engine, mask, corrected, totals)
+            loss = corrected.weights * loss
+        if tokens is not None:
+            chosen = tokens(scores.entropy.detach(), mask)
+            metrics["chosen_fraction"] = masked_mean(chosen.float(), mask, totals.tokens)
+            loss = torch.where(chosen, loss, 0.0)
+        loss = aggregate(loss, mask, totals)
+        return LossTerms(loss=loss, metrics={**metrics, "policy_loss": loss.detach()})
+
+    return _tried(objective)
+
+
+def _seen(
+    scores: TokenScores, old: Tensor, engine: Tensor, mask: Tensor, terms: losses.Surrogate, totals: Totals
+) -> dict[str, Tensor | Metric]:
+    new = scores.logprobs.detach()
+    means = {
+        "clip_fraction": terms.clipped.float(),
+        "ratio_mean": terms.ratio,
+        "entropy": scores.entropy.detach(),
+        "kl": k3(old, new),
+        "engine_kl": k3(engine, new),
+    }
+    return {name: masked_mean(value, mask, totals.tokens) for name, value in means.items()}
+
+
+def reference_kl(coefficient: float, *, estimator: Estimator, aggregate: Aggregation = token_mean, off_policy: bool = False) -> Objective:
+    """A penalty on the KL of the Actor to the Reference, in the loss.
+
+        loss = coefficient · aggregate_t( w_t · estimator(new_t, reference_t) ),   w_t = 1
+
+    What gradient an estimator has, and which one is that of the KL, is told in `ops.kl`. With `off_policy` w_t = exp(new_t − old_t), so
+    that tokens of an older policy estimate the KL of the one in training (`kl.importance_weighted`). Reports `reference_kl`, the mean over
+    the sampled tokens. Raises `BadInput` for a negative coefficient, and in a step whose experience has no `reference`.
+    """
+    if coefficient < 0:
+        raise BadInput(f"reference_kl: the coefficient must be at least 0, got {coefficient}")
+
+    def objective(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
+        reference, mask = micro.rows.reference, micro.responses
+        if reference is None:
+            raise BadInput("reference_kl needs the Reference's log-probs; write experience(rollouts, rewards, advantages, reference=…)")
+        new = torch.where(mask, scores.logprobs, 0.0)
+        values = estimator(new, torch.where(mask, reference, 0.0))
+        if off_policy and micro.old is not None:
+            values = importance_weighted(values, new, micro.old, mask)
+        metrics = {"reference_kl": masked_mean(values.detach(), mask, totals.tokens)}
+        return LossTerms(loss=coefficient * aggregate(values, mask, totals), metrics=metrics)
+
+    return _tried(objective)
+
+
+def entropy_bonus(coefficient: float, *, aggregate: Aggregation = token_mean) -> Objective:
+    """Rewards entropy, so that the policy does not collapse early.
+
+        loss = −coefficient · aggregate_t( H_t ),   H_t = −Σ_v p_t(v) log p_t(v)
+
+    The gradient is exact: over the whole vocabulary, not of the sampled token. A negative coefficient is a penalty.
+
+    Source: Williams and Peng, Function Optimization Using Connectionist Reinforcement Learning Algorithms,
+    https://doi.org/10.1080/09540099108946587
+    """
+
+    def objective(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
+        loss = -coefficient * aggregate(scores.entropy, micro.responses, totals)
+        return LossTerms(loss=loss, metrics={"entropy_bonus": -loss.detach()})
+
+    return _tried(objective)
+
+
+def imitation(coefficient: float) -> Objective:
+    """The supervised auxiliary loss (PTX): imitates the demonstrations among the rows, in the same optimizer step.
+
+        loss = −coefficient / N Σ_t log p(token t | before t),   N = tokens of demonstrations in the global batch
+
+    Put them there with `concatenate(experience, demonstrations(…))`; without any it is 0. Reports `imitation_loss`, without the
+    coefficient. Raises `BadInput` for a negative coefficient.
+
+    Source: Ouyang et al., Training language models to follow instructions with human feedback, https://arxiv.org/abs/2203.02155
+    """
+    if coefficient < 0:
+        raise BadInput(f"imitation: the coefficient must be at least 0, got {coefficient}")
+
+    def objective(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
+        mask = micro.rows.sampled & micro.rows.demonstrated[:, None]
+        loss = masked_mean(losses.negative_log_likelihood(scores.logprobs), mask, totals.demonstrated)
+        return LossTerms(loss=coefficient * loss, metrics={"imitation_loss": loss.detach()})
+
+    return _tried(objective)
+
+
+def supervised() -> Objective:
+    """Negative log-likelihood of the tokens marked `sampled`, whatever row they are in; advantages and old log-probs are not read.
+
+    loss = −1/N Σ_t log p(token t | before t)
+    """
+
+    def objective(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
+        loss = masked_mean(losses.negative_log_likelihood(scores.logprobs), micro.rows.sampled, totals.tokens + totals.demonstrated)
+        return LossTerms(loss=loss, metrics={})
 
     return objective
 
 
-def supervised() -> Objective:
-    """Negative log-likelihood of the marked tokens: loss = −1/tokens Σ_t log p(token t | before t).
-
-    `sampled` marks the tokens to learn; advantages and old log-probs are not read.
-    """
-
-    def objective(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
-        loss = negative_log_likelihood(scores.logprobs)
-        return LossTerms(loss=masked_mean(loss, micro.rows.sampled, totals.tokens), metrics={})
-
+def _tried(objective: Objective) -> Objective:
+    """The objective, if it can be applied to two made-up rows, one sampled and one demonstrated; raises what it raises."""
+    flat, wide = torch.zeros(2), torch.zeros(2, 3)
+    marked = torch.tensor([[False, True, True]] * 2)
+    each = torch.arange(2)
+    rows = Minibatch(
+        batches=(BatchId("made up"),),
+        origin=torch.zeros_like(each),
+        rows=each,
+        tokens=torch.zeros(2, 3, dtype=torch.int64),
+        mask=torch.ones(2, 3, dtype=torch.bool),
+        sampled=marked,
+        logprobs=wide,
+        groups=each,
+        rewards=flat,
+        advantages=wide,
+        temperature=flat,
+        demonstrated=each == 1,
+        reference=wide,
+    )
+    scores, totals = TokenScores(logprobs=wide, entropy=wide), Totals(tokens=2, sequences=1, demonstrated=2)
+    _ = objective(scores, MicroBatch(rows=rows, old=wide), totals)
     return objective

@@ -1,21 +1,42 @@
+import dataclasses as dc
 import math
+from collections.abc import Mapping
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+import rft
 from rft.errors import BadInput
-from rft.experience import Minibatch
-from rft.objectives import MicroBatch, TokenScores, Totals, grpo, supervised
+from rft.experience import Minibatch, concatenate, demonstrations, take
+from rft.objectives import (
+    MicroBatch,
+    Objective,
+    TokenScores,
+    Totals,
+    combined,
+    entropy_bonus,
+    grpo,
+    imitation,
+    policy_loss,
+    reference_kl,
+    supervised,
+)
+from rft.ops import aggregation, corrections, entropy, kl, losses
+from rft.ops.metrics import Metric, merged, read
 from tests.trainers.batches import random_experience, rows_of, some_old
 
 SOURCE = random_experience()
 NEAR = torch.where(SOURCE.sampled, SOURCE.logprobs - 0.1, 0.0)
+ENTROPY = torch.where(SOURCE.sampled, torch.rand(NEAR.shape, generator=torch.Generator().manual_seed(2)), 0.0)
+OLD = some_old(SOURCE, NEAR)
 TOTALS = Totals(tokens=int(SOURCE.sampled.sum()), sequences=7)
+ALL = tuple(range(8))
 
 
-def scored(logprobs: Tensor) -> TokenScores:
-    return TokenScores(logprobs=logprobs, entropy=torch.zeros_like(logprobs))
+def scored(logprobs: Tensor, *rows: int) -> TokenScores:
+    return TokenScores(logprobs=logprobs, entropy=ENTROPY[list(rows or ALL)])
 
 
 def micro(old: Tensor | None, *rows: int) -> MicroBatch:
@@ -26,58 +47,169 @@ def sampled_tokens(rows: Minibatch) -> list[tuple[int, int]]:
     return [(row, t) for row in range(len(rows)) for t in range(rows.tokens.shape[1]) if rows.sampled[row, t]]
 
 
+def numbers(metrics: Mapping[str, Tensor | Metric]) -> dict[str, float]:
+    return read(metrics)
+
+
 def test_grpo_against_a_loop() -> None:
-    old = some_old(SOURCE, NEAR)
-    terms = grpo(clip=0.1, correction_cap=1.3)(scored(NEAR), micro(old, *range(8)), TOTALS)
-    loss = clipped = ratios = kl = engine_kl = corrections = 0.0
-    for row, t in sampled_tokens(rows_of(SOURCE, *range(8))):
-        ratio, gain = math.exp(NEAR[row, t] - old[row, t]), float(SOURCE.advantages[row, t])
-        weight = min(math.exp(old[row, t] - SOURCE.logprobs[row, t]), 1.3)
+    terms = grpo(clip=0.1, correction_cap=1.3)(scored(NEAR), micro(OLD, *ALL), TOTALS)
+    sums = dict.fromkeys(("policy_loss", "clip_fraction", "ratio_mean", "kl", "engine_kl", "entropy", "engine_gap", "weight"), 0.0)
+    sums["weight_clipped"], weights, gaps = 0.0, list[float](), list[float]()
+    for row, t in sampled_tokens(rows_of(SOURCE, *ALL)):
+        ratio, gain = math.exp(NEAR[row, t] - OLD[row, t]), float(SOURCE.advantages[row, t])
+        free = math.exp(OLD[row, t] - SOURCE.logprobs[row, t])
+        weights.append(min(free, 1.3))
+        gaps.append(abs(float(OLD[row, t] - SOURCE.logprobs[row, t])))
         bounded = min(max(ratio, 0.9), 1.1)
-        loss -= weight * min(ratio * gain, bounded * gain) / TOTALS.tokens
-        clipped += (bounded * gain < ratio * gain) / TOTALS.tokens
-        ratios += ratio / TOTALS.tokens
-        kl += (ratio - 1 - math.log(ratio)) / TOTALS.tokens
+        sums["policy_loss"] -= weights[-1] * min(ratio * gain, bounded * gain)
+        sums["clip_fraction"] += bounded * gain < ratio * gain
+        sums["ratio_mean"] += ratio
+        sums["kl"] += ratio - 1 - math.log(ratio)
         gap = float(NEAR[row, t] - SOURCE.logprobs[row, t])
-        engine_kl += (math.exp(gap) - 1 - gap) / TOTALS.tokens
-        corrections += weight / TOTALS.tokens
-    assert terms.loss.item() == pytest.approx(loss, rel=1e-5)
-    expected = {"clip_fraction": clipped, "ratio_mean": ratios, "kl": kl, "engine_kl": engine_kl, "correction_mean": corrections}
-    assert {name: value.item() for name, value in terms.metrics.items()} == pytest.approx(expected, rel=1e-4)
+        sums["engine_kl"] += math.exp(gap) - 1 - gap
+        sums["entropy"] += float(ENTROPY[row, t])
+        sums["engine_gap"] += gaps[-1]
+        sums["weight"] += weights[-1]
+        sums["weight_clipped"] += free > 1.3
+    expected = {name: value / TOTALS.tokens for name, value in sums.items()}
+    expected |= {"weight_masked": 0.0, "engine_gap_max": max(gaps)}
+    expected["effective_sample_size"] = sum(weights) ** 2 / sum(w * w for w in weights) / TOTALS.tokens
+    assert terms.loss.item() == pytest.approx(expected["policy_loss"], rel=1e-5)
+    assert numbers(terms.metrics) == pytest.approx(expected, rel=1e-4, abs=1e-7)
 
 
 def test_the_first_step_needs_no_old_logprobs() -> None:
     new = NEAR.clone().requires_grad_()
-    terms = grpo()(scored(new), micro(None, *range(8)), TOTALS)
+    terms = grpo()(scored(new), micro(None, *ALL), TOTALS)
     terms.loss.backward()
-    assert terms.metrics["ratio_mean"].item() == pytest.approx(1.0)
-    assert terms.metrics["kl"].item() == terms.metrics["clip_fraction"].item() == 0.0
+    seen = numbers(terms.metrics)
+    assert seen["ratio_mean"] == pytest.approx(1.0)
+    assert seen["kl"] == seen["clip_fraction"] == 0.0
     torch.testing.assert_close(new.grad, -SOURCE.advantages / TOTALS.tokens)
 
 
-@pytest.mark.parametrize("objective", [grpo(), grpo(correction_cap=2.0), supervised()])
-def test_parts_add_up_to_the_whole(objective: object) -> None:
-    assert callable(objective)
-    old = some_old(SOURCE, NEAR)
-    whole = objective(scored(NEAR), micro(old, *range(8)), TOTALS)
-    parts = [objective(scored(NEAR[list(rows)]), micro(old, *rows), TOTALS) for rows in ((5, 0), (3,), (1, 2, 4, 6, 7))]
-    torch.testing.assert_close(sum(part.loss for part in parts), whole.loss)
-    for name, value in whole.metrics.items():
-        torch.testing.assert_close(sum(part.metrics[name] for part in parts), value)
+CLIP = partial(losses.ppo_clip, low=0.2, high=0.28)
+WHOLE: dict[str, Objective] = {
+    "grpo": grpo(),
+    "corrected": grpo(correction_cap=2.0),
+    "supervised": supervised(),
+    "sequence means": policy_loss(CLIP, aggregate=aggregation.sequence_mean_of_token_means),
+    "sequence sums": policy_loss(partial(losses.gspo, low=0.1, high=0.1), aggregate=aggregation.sequence_mean_of_token_sums),
+    "constant length": policy_loss(CLIP, aggregate=partial(aggregation.constant_length, length=16)),
+    "rejected": policy_loss(CLIP, correction=partial(corrections.geometric_rejection, low=0.9, high=1.1)),
+    "chosen tokens": policy_loss(CLIP, tokens=partial(entropy.high_entropy_tokens, share=0.2)),
+    "everything": combined(
+        policy_loss(CLIP, correction=partial(corrections.icepop, low=0.5, high=2.0)),
+        reference_kl(0.1, estimator=kl.k3, off_policy=True),
+        entropy_bonus(0.01),
+        imitation(0.5),
+    ),
+}
+WITH_REFERENCE = dc.replace(SOURCE, reference=NEAR - 0.3)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_parts_add_up_to_the_whole(name: str) -> None:
+    objective, new = WHOLE[name], NEAR.clone().requires_grad_()
+
+    def terms_of(*rows: int) -> rft.LossTerms:
+        part = MicroBatch(rows=rows_of(WITH_REFERENCE, *rows), old=OLD[list(rows)])
+        return objective(scored(new[list(rows)], *rows), part, TOTALS)
+
+    whole = terms_of(*ALL)
+    (gradient,) = torch.autograd.grad(whole.loss, new)
+    parts = [terms_of(*rows) for rows in ((5, 0), (3,), (1, 2, 4, 6, 7))]
+    loss = torch.stack([part.loss for part in parts]).sum()
+    torch.testing.assert_close(loss, whole.loss)
+    torch.testing.assert_close(torch.autograd.grad(loss, new)[0], gradient)
+    assert numbers(merged(part.metrics for part in parts)) == pytest.approx(numbers(whole.metrics), rel=1e-5, abs=1e-7)
 
 
 def test_supervised_is_the_mean_negative_log_likelihood() -> None:
-    terms = supervised()(scored(NEAR), micro(None, *range(8)), TOTALS)
-    expected = -sum(float(NEAR[row, t]) for row, t in sampled_tokens(rows_of(SOURCE, *range(8)))) / TOTALS.tokens
+    terms = supervised()(scored(NEAR), micro(None, *ALL), TOTALS)
+    expected = -sum(float(NEAR[row, t]) for row, t in sampled_tokens(rows_of(SOURCE, *ALL))) / TOTALS.tokens
     assert terms.loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_adopted_engine_logprobs_have_a_correction_of_one() -> None:
-    terms = grpo(correction_cap=2.0)(scored(NEAR), micro(SOURCE.logprobs, *range(8)), TOTALS)
-    assert terms.metrics["correction_mean"].item() == pytest.approx(1.0)
+    terms = grpo(correction_cap=2.0)(scored(NEAR), micro(SOURCE.logprobs, *ALL), TOTALS)
+    assert numbers(terms.metrics)["weight"] == pytest.approx(1.0)
+    assert numbers(terms.metrics)["effective_sample_size"] == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("options", [{"clip": 0.0}, {"clip": -1.0}, {"correction_cap": 0.0}])
-def test_nonsense_is_refused(options: dict[str, float]) -> None:
-    with pytest.raises(BadInput, match="above 0"):
-        grpo(**options)
+def test_chosen_tokens_alone_have_a_gradient_and_all_of_them_stay_in_the_denominator() -> None:
+    new = NEAR.clone().requires_grad_()
+    chosen = entropy.high_entropy_tokens(ENTROPY, SOURCE.sampled, share=0.3)
+    terms = policy_loss(losses.policy_gradient, tokens=partial(entropy.high_entropy_tokens, share=0.3))(
+        scored(new), micro(None, *ALL), TOTALS
+    )
+    (gradient,) = torch.autograd.grad(terms.loss, new)
+    torch.testing.assert_close(gradient, torch.where(chosen, -SOURCE.advantages, 0.0) / TOTALS.tokens)
+    assert numbers(terms.metrics)["chosen_fraction"] == pytest.approx(int(chosen.sum()) / TOTALS.tokens)
+
+
+def test_the_reference_kl_by_hand() -> None:
+    # one token: log p = −1, log q = −1.5: k1 = 0.5, k2 = 0.125, k3 = e^−0.5 − 1 + 0.5 = 0.1065307
+    rows = dc.replace(rows_of(SOURCE, 0), reference=torch.full((1, NEAR.shape[1]), -1.5))
+    mask = torch.zeros_like(rows.sampled)
+    mask[0, 5] = True
+    part = MicroBatch(rows=dc.replace(rows, sampled=mask), old=None)
+    new, totals = torch.full((1, NEAR.shape[1]), -1.0), Totals(tokens=1, sequences=1)
+    for estimator, value in ((kl.k1, 0.5), (kl.k2, 0.125), (kl.k3, 0.1065307)):
+        terms = reference_kl(0.1, estimator=estimator)(scored(new, 0), part, totals)
+        assert terms.loss.item() == pytest.approx(0.1 * value, rel=1e-5)
+        assert numbers(terms.metrics) == {"reference_kl": pytest.approx(value, rel=1e-5)}
+
+
+def test_the_entropy_bonus_is_subtracted() -> None:
+    terms = entropy_bonus(0.02)(scored(NEAR), micro(None, *ALL), TOTALS)
+    assert terms.loss.item() == pytest.approx(-0.02 * float(ENTROPY.sum()) / TOTALS.tokens, rel=1e-5)
+
+
+def test_demonstrations_are_imitated_and_nothing_else_is_done_with_them() -> None:
+    shown = demonstrations(torch.tensor([[1, 2, 3, 4]]), torch.ones(1, 4, dtype=torch.bool), torch.tensor([[False, False, True, True]]))
+    both = take(concatenate(SOURCE, shown), torch.tensor([0, 8]))
+    new = torch.full(both.tokens.shape, -2.0).requires_grad_()
+    scores = TokenScores(logprobs=new, entropy=torch.ones(both.tokens.shape))
+    own = int(both.sampled[0].sum())
+    totals = Totals(tokens=own, sequences=1, demonstrated=2)
+    terms = combined(policy_loss(losses.policy_gradient), entropy_bonus(1.0), imitation(0.5))(
+        scores, MicroBatch(rows=both, old=torch.zeros(both.tokens.shape)), totals
+    )
+    (gradient,) = torch.autograd.grad(terms.loss, new)
+    assert gradient[1, :5].tolist() == [0.0, 0.0, -0.25, -0.25, 0.0]
+    torch.testing.assert_close(gradient[0], torch.where(both.sampled[0], -both.advantages[0], 0.0) / own)
+    seen = numbers(terms.metrics)
+    assert seen["imitation_loss"] == 2.0
+    assert seen["entropy"] == seen["entropy_bonus"] == pytest.approx(1.0)
+    assert supervised()(scores, MicroBatch(rows=both, old=None), totals).loss.item() == pytest.approx(2.0)
+
+
+def test_a_step_without_the_reference_says_what_to_write() -> None:
+    with pytest.raises(BadInput, match=r"experience\(rollouts, rewards, advantages, reference=…\)"):
+        _ = reference_kl(0.1, estimator=kl.k3)(scored(NEAR), micro(OLD, *ALL), TOTALS)
+
+
+@pytest.mark.parametrize(
+    "compose",
+    [
+        lambda: grpo(clip=0.0),
+        lambda: grpo(clip=-1.0),
+        lambda: grpo(correction_cap=0.0),
+        lambda: reference_kl(-0.1, estimator=kl.k3),
+        lambda: imitation(-1.0),
+        lambda: combined(),
+        lambda: combined(grpo(), grpo()),
+        lambda: policy_loss(losses.policy_gradient, tokens=partial(entropy.high_entropy_tokens, share=2.0)),
+        lambda: policy_loss(CLIP, aggregate=partial(aggregation.constant_length, length=0)),
+    ],
+)
+def test_nonsense_is_refused_when_it_is_composed(compose: object) -> None:
+    assert callable(compose)
+    with pytest.raises(BadInput):
+        compose()
+
+
+def test_a_parameter_that_is_missing_is_an_error_when_it_is_composed() -> None:
+    with pytest.raises(TypeError, match="low"):
+        _ = policy_loss(losses.ppo_clip)

@@ -1,0 +1,123 @@
+"""All algorithms of `objectives.py` on generated sums, from the same weights, one after the other, with one plot at the end.
+
+`torchrun --nproc-per-node 2 examples/compare.py --model …`; the folder gets `compare.html` and `compare.json`.
+"""
+
+import dataclasses as dc
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import objectives
+import plotly.graph_objects as go
+import torch.distributed as dist
+from grpo import Rest
+from grpo_arithmetic import GrpoArithmetic, task
+from job import Task, batches, command
+from objectives import Algorithm
+
+import rft
+from rft.data.prompts import Dataset, Share, tokenise
+from rft.models import find_model
+from rft.telemetry.run_folder import next_folder
+
+log = logging.getLogger("rft")
+TRIES = 4
+"""Batches of prompts that dynamic sampling may take for one step."""
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Compare(GrpoArithmetic):
+    """Every algorithm on the same sums, from the same weights."""
+
+    steps: int = 20
+    """Batches of responses; each is trained on `updates` times."""
+    updates: int = 2
+    """Optimizer steps on each batch; from the second one on the ratio is not 1, and the losses differ."""
+    only: tuple[str, ...] = ()
+    """Names of algorithms; none: all of them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.updates < 1:
+            raise rft.BadInput(f"--updates must be at least 1, got {self.updates}")
+
+    def longer(self, times: int) -> Self:
+        """The same job with more steps, for its prompts."""
+        return dc.replace(self, steps=self.steps * times)
+
+
+def algorithms(job: Compare) -> dict[str, Algorithm]:
+    """By name, in the order in which they run."""
+    length = job.max_new_tokens
+    every = {
+        "grpo": objectives.grpo(),
+        "dr_grpo": objectives.dr_grpo(length=length),
+        "dapo": objectives.dapo(length=length, wanted=rft.Wanted(groups=job.prompts, bound=TRIES, at_bound="take")),
+        "gspo": objectives.gspo(),
+        "rloo": objectives.rloo(),
+        "reinforce_plus_plus": objectives.reinforce_plus_plus(),
+        "cispo": objectives.cispo(),
+        "ppo": objectives.ppo(),
+    }
+    unknown = set(job.only) - set(every)
+    if unknown:
+        raise rft.BadInput(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(every)}")
+    return {name: algorithm for name, algorithm in every.items() if name in (job.only or every)}
+
+
+def train(start: Rest, prompts: Iterator[rft.Prompts], job: Compare, algorithm: Algorithm, reward: rft.RewardFunction) -> Iterator[float]:
+    """Yields the mean reward of each batch of responses before it is trained on."""
+    state = start
+    for _ in range(job.steps):
+        state = rft.refresh(state)
+        batch = algorithm.collect(state, prompts, job.sampling(), reward)
+        state = rft.sleep(state)
+        means = rft.average(state, {"reward": batch.rewards.values[batch.rewards.valid].tolist(), "rows": [len(batch.rollouts)]})
+        yield means["reward"]
+        if not means["rows"]:
+            continue  # not one group in all the prompts that were tried taught anything
+        experience = rft.experience(batch.rollouts, batch.rewards.values, algorithm.advantages(state, batch))
+        scored = rft.compute_old_logprobs(state, batch.rollouts)
+        state, _ = rft.update(scored, experience, algorithm.objective, rft.Cut(epochs=job.updates))
+
+
+def run(job: Compare, learning: Task, data: Dataset, algorithm: Algorithm) -> list[float]:
+    """One algorithm, from the model as it was; the reward of each step."""
+    with rft.launch(job.launch_spec()) as state:
+        share = Share(index=dist.get_rank(), count=dist.get_world_size())
+        prompts = batches(data, share, job.longer(TRIES))
+        return list(train(state, prompts, job, algorithm, learning.reward))
+
+
+def plot(rewards: dict[str, list[float]], page: Path) -> None:
+    """One curve for each algorithm, smoothed over five steps, on a page that fetches nothing."""
+    figure: Any = go.Figure()
+    for name, curve in rewards.items():
+        windows = [curve[max(0, step - 4) : step + 1] for step in range(len(curve))]
+        figure.add_scatter(y=[sum(window) / len(window) for window in windows], name=name, mode="lines")
+    figure.update_layout(title="Reward on generated sums", xaxis_title="step", yaxis_title="reward, mean of five steps")
+    figure.write_html(page, include_plotlyjs=True)
+
+
+def perform(job: Compare) -> None:
+    """Runs the algorithms in turn; rank 0 writes after each, so that what there is survives."""
+    learning, chosen = task(job), algorithms(job)
+    data = tokenise(learning.training, find_model(job.model).tokenizer, max_tokens=job.max_prompt_tokens)
+    folder, rewards = job.folder or next_folder(Path("runs"), "compare"), dict[str, list[float]]()
+    for name, algorithm in chosen.items():
+        began = time.monotonic()
+        rewards[name] = curve = run(job, learning, data, algorithm)
+        if int(os.environ.get("RANK", "0")) == 0:
+            log.info("%s: reward %.3f at first, %.3f at last, %.0f s", name, curve[0], curve[-1], time.monotonic() - began)
+            folder.mkdir(parents=True, exist_ok=True)
+            _ = (folder / "compare.json").write_text(json.dumps({"job": dc.asdict(job), "rewards": rewards}, default=str, indent=1))
+            plot(rewards, folder / "compare.html")
+
+
+if __name__ == "__main__":
+    command(Compare, perform)
