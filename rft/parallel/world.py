@@ -6,6 +6,7 @@ the whole world; TP and DP are the engine's.
 
 import dataclasses as dc
 import datetime
+import itertools
 import logging
 import os
 import socket
@@ -14,10 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented as public)
 
 from rft.errors import BadInput
 
 log = logging.getLogger("rft")
+_opened = itertools.count()
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,8 @@ def open_world(tensor_parallel: int, *, timeout_s: float) -> World:
     timeout = datetime.timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+        where: dict[str, Any] = {"store": _fresh_store(timeout), "rank": rank, "world_size": size} if _is_torchruns() else {}
+        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None, **where)
     tp = [_group(ranks, timeout) for ranks in rows]
     dp = [_group(ranks, timeout) for ranks in columns]
     world = World(
@@ -83,6 +87,17 @@ def open_world(tensor_parallel: int, *, timeout_s: float) -> World:
 def _group(ranks: Sequence[int], timeout: datetime.timedelta) -> dist.ProcessGroup | None:
     group: Any = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
     return group
+
+
+def _is_torchruns() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _fresh_store(timeout: datetime.timedelta) -> PrefixStore:
+    """Torchrun's store, under a name of its own for each world: it outlives them, and the second would find the first one's addresses."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return PrefixStore(f"rft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/world {next(_opened)}", store)
 
 
 def _own_device() -> torch.device:
