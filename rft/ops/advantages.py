@@ -189,7 +189,7 @@ def pass_at_k(
     failing = _choose(failures, count, k)
     own = torch.where(rewards == 1, 0.0, _choose(failures - 1, count - 1, k - 1))
     deviation = (failing * (1 - failing)).sqrt()
-    teaches = marked & (count >= k) & (deviation > 0)
+    teaches = marked & (deviation > 0)
     return _where(teaches, (failing - own) / torch.where(teaches, deviation, 1.0))
 
 
@@ -216,7 +216,7 @@ def max_at_k(
     count, rank = grouped.count(groups, valid), grouped.rank(x, groups, valid)
     # A step up from one reward of the group to the next counts as often as all of J lies below it: C(p, k − 1) of C(n − 1, k − 1) times.
     below = _choose(rank, count - 1, k - 1)
-    return _where(marked & (count >= k), k * _climbed(torch.where(marked, x, 0.0).double(), below, groups, rank))
+    return _where(marked, k * _climbed(torch.where(marked, x, 0.0).double(), below, groups, rank))
 
 
 @checked

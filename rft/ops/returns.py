@@ -72,8 +72,7 @@ def gae(
     """
     require_within("gae", 0, 1, gamma=gamma, lam=lam)
     v = marked(values.detach(), mask)
-    after = marked(bootstrap.detach(), mask.any(dim=1))
-    following = torch.cat([v, after[:, None]], dim=1).gather(1, _next(mask))
+    following = torch.cat([v, bootstrap.detach().float()[:, None]], dim=1).gather(1, _next(mask))
     residuals = marked(rewards.detach(), mask) + gamma * following - v
     advantages = _discounted(residuals, mask, gamma * lam)
     return Returns(advantages=advantages, returns=advantages + v)
