@@ -39,7 +39,7 @@ def grpo(
     "std". A group of one and one whose rewards are all equal have exactly 0. It whitens each group, so nothing else should. Raises
     `BadInput` for a `ddof` other than 0 or 1 and for a negative `eps`.
 
-    Known as: TRL `GRPOConfig(scale_rewards="group")` (ddof 1, eps 1e-4); verl `algorithm.adv_estimator=grpo` (ddof 1, eps 1e-6; a
+    Known as: TRL `GRPOConfig(scale_rewards="group")` (ddof 1, eps 1e-4); verl `algorithm.adv_estimator=grpo` (ddof 1, eps 1e-6, and a
     group of one keeps its reward); OpenRLHF `--advantage_estimator group_norm`; LightRFT `--advantage_estimator group_norm` (ddof 1,
     eps 1e-9).
     Source: Shao et al., DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1
@@ -121,9 +121,9 @@ def opo(
 
         A_i = r_i − Σ_{j ∈ group(i)} l_j r_j / Σ_{j ∈ group(i)} l_j
 
-    `lengths` l counts sampled tokens. This baseline has the least variance if a gradient's squared norm grows with the response's
-    length. A group of one and one whose rewards are all equal have exactly 0, and so has a group without a token. The paper trains
-    strictly on policy. Raises `BadInput` for a negative length.
+    `lengths` l counts sampled tokens. This baseline has the least variance if a gradient's squared norm is proportional to the
+    response's length. A group of one and one whose rewards are all equal have exactly 0, and so has a group without a token. The
+    paper trains strictly on policy. Raises `BadInput` for a negative length.
 
     Known as: verl `algorithm.adv_estimator=opo` (a group of one keeps its reward).
     Source: Hao et al., On-Policy RL with Optimal Reward Baseline, https://arxiv.org/abs/2505.23585
@@ -152,7 +152,7 @@ def cpgd(
     Groups without valid rows are not counted. The paper's other weights are `dr_grpo` (equal weight, ω = 1) and `grpo` (STD weight,
     ω = 1 / σ). Raises `BadInput` where `cap` is not above 0.
 
-    Known as: LightRFT `--advantage_estimator cpgd` (STD weight: `grpo` here; its `clip_filter_like_weight` has cap 3).
+    Known as: LightRFT `--advantage_estimator cpgd` (whose own weight is STD, `grpo` here).
     Source: Liu et al., CPGD: Toward Stable Rule-based Reinforcement Learning for Language Models, https://arxiv.org/abs/2505.12504,
     section 4.3 (III)
     """
@@ -206,8 +206,8 @@ def max_at_k(
     may be any numbers. It is never negative, and does not whiten. Exactly 0 where rewards are equal and where the group has fewer
     than k valid rows. Computed from the ranks in the group, not from the subsets. Raises `BadInput` for k below 2 (k = 1: `rloo`).
 
-    Known as: verl `algorithm.adv_estimator=grpo_passk` is k = n, divided by n, and by the group's deviation unless
-    `algorithm.norm_adv_by_std_in_grpo=False`.
+    Known as: verl `algorithm.adv_estimator=grpo_passk` (k = n, divided by n, and by the group's deviation unless
+    `algorithm.norm_adv_by_std_in_grpo=False`).
     Source: Walder and Karkhanis, Pass@K Policy Optimization: Solving Harder Reinforcement Learning Problems,
     https://arxiv.org/abs/2505.15201
     """
@@ -263,7 +263,7 @@ def _differs(rewards: Tensor, groups: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def _where(mask: Tensor, values: Tensor) -> Tensor:
-    return torch.where(mask, values, 0.0).float()
+    return torch.where(mask, values.detach(), 0.0).float()
 
 
 def _choose(a: Tensor, b: Tensor, k: int) -> Tensor:

@@ -44,9 +44,9 @@ def fixed(value: float) -> Controller:
 
         β' = β
 
-    Raises `BadInput` for a negative `value`.
+    Raises `BadInput` for a negative `value`; `update` raises it for a KL that is not finite and for a `count` below 1.
 
-    Known as: verl, OpenRLHF and LightRFT `FixedKLController`.
+    Known as: verl `FixedKLController`; OpenRLHF `FixedKLController`; LightRFT `FixedKLController`.
     """
     first = _first("fixed", value)
 
@@ -68,7 +68,7 @@ def adaptive(value: float, *, target: float, horizon: int) -> Controller:
     above 0; `update` raises it for a KL that is not finite, a `count` below 1, and for one of 5 `horizon` or more, where β might turn
     negative.
 
-    Known as: verl, OpenRLHF and LightRFT `AdaptiveKLController`.
+    Known as: verl `AdaptiveKLController`; OpenRLHF `AdaptiveKLController`; LightRFT `AdaptiveKLController`.
     Source: Ziegler et al., Fine-Tuning Language Models from Human Preferences, https://arxiv.org/abs/1909.08593, section 2.2
     """
     first = _first("adaptive", value)

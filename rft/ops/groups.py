@@ -91,7 +91,7 @@ def all_equal(
 
     True for a group of one, and for one without valid rows.
 
-    Known as: what verl's `algorithm.filter_groups` and LightRFT's `--dynamic_sampling` filter out.
+    Known as: verl `algorithm.filter_groups` (leaves these groups out); LightRFT `--dynamic_sampling` (masks them).
     """
     names, member = groups.unique(return_inverse=True)
     x = _values(values, valid)

@@ -27,11 +27,12 @@ def whiten(
 
         y = (x − μ) / (σ + eps),   μ, σ over all marked entries
 
-    σ is the deviation of the population (divided by n). Without `shift_mean` the mean is given back: y + μ. Where all marked entries
-    are equal, one alone included, y is exactly 0. What is not marked is not read. Raises `BadInput` for a negative `eps`.
+    σ is the deviation of the population (divided by n). Where all marked entries are equal, one alone included, y is exactly 0.
+    Without `shift_mean` the mean is given back: the result is y + μ. What is not marked is not read. Raises `BadInput` for a negative
+    `eps`.
 
-    Known as: TRL and verl `masked_whiten` (which divide by n − 1, and have eps below the root); LightRFT `--advantages_norm` (over
-    each micro-batch).
+    Known as: TRL `masked_whiten` (n − 1 for n, eps below the root); verl `masked_whiten` (the same); LightRFT `--advantages_norm`
+    (over each micro-batch).
     Source: Andrychowicz et al., What Matters In On-Policy Reinforcement Learning?, https://arxiv.org/abs/2006.05990
     """
     require_within("whiten", 0, math.inf, eps=eps)
@@ -153,8 +154,8 @@ def normalise(
     then σ + eps is taken as 1. Dividing `dr_grpo` by the deviation of the batch's rewards is `normalise(advantages, moments(rewards,
     valid), valid, centre=False)`. Raises `BadInput` for a negative `eps`.
 
-    Known as: LightRFT `--reward_running_norm`, with `centre` `--reward_running_norm_minus_mean`; with the moments of the batch's own
-    rewards TRL `GRPOConfig(scale_rewards="batch")`.
+    Known as: LightRFT `--reward_running_norm` (with `centre`: and `--reward_running_norm_minus_mean`); TRL
+    `GRPOConfig(scale_rewards="batch")` (`dr_grpo` by the moments of the batch's rewards).
     """
     require_within("normalise", 0, math.inf, eps=eps)
     mask = torch.ones_like(values, dtype=torch.bool) if valid is None else valid

@@ -38,7 +38,7 @@ def token_rewards(
     log π_old − log π_ref): so it bears on all tokens before it, and has no gradient. Rewards of single steps add to it. A row
     without marked tokens has nowhere to put R: it is lost.
 
-    Known as: verl `algorithm.use_kl_in_reward=True`; OpenRLHF and LightRFT `compute_reward`; TRL `RLOOConfig(beta=…)`.
+    Known as: verl `algorithm.use_kl_in_reward=True`; OpenRLHF `compute_reward`; LightRFT `compute_reward`.
     Source: Ziegler et al., Fine-Tuning Language Models from Human Preferences, https://arxiv.org/abs/1909.08593, equation 2
     """
     last = mask & (_next(mask) == mask.shape[1])
@@ -65,8 +65,8 @@ def gae(
     was only not seen). The values of a row without marked tokens are not read, its `bootstrap` neither. Not whitened: for that,
     `whiten(advantages, mask)`. Raises `BadInput` for `gamma` or `lam` outside of [0, 1].
 
-    Known as: verl `algorithm.adv_estimator=gae`, TRL `PPOTrainer` (both whiten inside, and take every response as ended by itself);
-    OpenRLHF and LightRFT `--advantage_estimator gae`.
+    Known as: TRL `PPOTrainer` (whitens inside, no bootstrap); verl `algorithm.adv_estimator=gae` (whitens inside, no bootstrap);
+    OpenRLHF `--advantage_estimator gae` (no bootstrap); LightRFT `--advantage_estimator gae` (no bootstrap).
     Source: Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation,
     https://arxiv.org/abs/1506.02438, equation 16
     """
@@ -86,7 +86,7 @@ def reinforce(rewards: Float[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq
 
     k counts marked tokens. Raises `BadInput` for `gamma` outside of [0, 1].
 
-    Known as: OpenRLHF and LightRFT `get_cumulative_returns`, LightRFT `--advantage_estimator reinforce`.
+    Known as: OpenRLHF `get_cumulative_returns`; LightRFT `--advantage_estimator reinforce`.
     Source: Williams, Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning,
     https://doi.org/10.1007/BF00992696
     """

@@ -1,3 +1,4 @@
+import dataclasses as dc
 import itertools
 import math
 from collections.abc import Callable
@@ -346,6 +347,13 @@ def test_what_failed_is_not_looked_at() -> None:
     rewards, valid = torch.tensor([0.0, 1.0, 0.5]), torch.tensor([True, True, False])
     assert advantages.pass_at_k(rewards, ids(1, 1, 1), valid, k=1).tolist() == [-1.0, 1.0, 0.0]
     assert advantages.opo(rewards, ids(1, 1, 1), valid, lengths=ids(1, 1, -1)).tolist() == [-0.5, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_advantages_are_constants(name: str) -> None:
+    case = random_groups(2, torch.float32, binary=name in BINARY)
+    estimate, _ = ALL[name]
+    assert not estimate(dc.replace(case, rewards=case.rewards.clone().requires_grad_())).requires_grad
 
 
 def test_shapes_are_checked() -> None:

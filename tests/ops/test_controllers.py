@@ -75,7 +75,7 @@ def test_a_coefficient_is_saved_and_restored() -> None:
     assert again.value.item() == 0.1
     assert [leaf.item() for leaf in tree.tree_leaves(state)] == [0.1]
     with pytest.raises(dc.FrozenInstanceError):
-        state.value = torch.zeros(())  # type: ignore[misc]
+        state.value = torch.zeros(())
 
 
 @pytest.mark.parametrize("value", [-0.1, NAN, INF])

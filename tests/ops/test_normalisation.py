@@ -220,7 +220,7 @@ def test_moments_are_a_tree_of_three_tensors() -> None:
     doubled: RunningMoments = tree.tree_map(lambda x: 2 * x, seen)
     assert as_numbers(doubled) == [4.0, 6.0, 16.0]
     with pytest.raises(dc.FrozenInstanceError):
-        seen.count = torch.zeros(())  # type: ignore[misc]
+        seen.count = torch.zeros(())
 
 
 # ---- refusals ----
