@@ -99,7 +99,7 @@ class FSDP2Trainer:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     micro_batch_tokens: int = 16384
-    """Padded tokens of one forward pass, on each rank."""
+    """Tokens of one forward pass, on each rank: real ones, or where a model's rows must be padded (the log says so) padding too."""
     keep_gathered: bool = True
     """Keep parameters gathered over the micro-batches of a step; off, each layer is sharded again after use, to save memory."""
 

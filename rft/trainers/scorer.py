@@ -56,7 +56,7 @@ def scorer(model: Any) -> Scorer:
         packed.prepare(model)
         made.layout = "packed"
         if not _near(made, expected):
-            raise packed.CannotPack("rows that lie one behind the other touch each other")
+            raise packed.CannotPack("they touch each other")
         log.info("%s: rows are packed without padding", name)
     except packed.CannotPack as why:
         model.set_attn_implementation(before)

@@ -104,7 +104,8 @@ def test_metrics_add_up_or_merge_over_micro_batches_and_ranks(seen: list[dict[st
 
 
 def test_five_steps_are_those_of_a_plain_loop(seen: list[dict[str, Any]], models: Path) -> None:
-    options: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 1, "total_steps": 9}
+    # At the usual epsilon AdamW makes steps of gradients that are nothing but rounding.
+    options: dict[str, Any] = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 1, "total_steps": 9}
     spec = FSDP2Trainer(**options)
     network = oracle.plain_model(models / "qwen2")
     optimizer = torch.optim.AdamW(network.parameters(), 0.0, spec.betas, spec.eps, spec.weight_decay, foreach=False)
@@ -118,7 +119,7 @@ def test_five_steps_are_those_of_a_plain_loop(seen: list[dict[str, Any]], models
         optimizer.step()
         for rows, rank in zip(SHARES[len(seen)], seen, strict=True):
             result = rank["five_steps"]["steps"][step]
-            torch.testing.assert_close(result["logprobs"], before[list(rows)], atol=5e-5, rtol=0)
+            torch.testing.assert_close(result["logprobs"], before[list(rows)], atol=2e-5, rtol=0)
             assert result["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-5)
             assert result["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
             assert result["lr"] == pytest.approx(learning_rate(spec, step))
