@@ -12,13 +12,15 @@ import torch
 from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 
+from rft import tree
 from rft.ops.masked import marked
 from rft.ops.normalisation import whiten
 from rft.ops.parameters import require_within
 from rft.shapes import checked
 
 
-@dc.dataclass(frozen=True, kw_only=True)
+@tree.record
+@dc.dataclass(frozen=True, kw_only=True, eq=False)
 class Returns:
     """Per token, 0 outside the mask: the advantages, and the returns that a critic learns."""
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rft import tree
 from rft.errors import BadInput, ShapeError
 from rft.ops import returns
 from rft.ops.kl import k1
@@ -218,6 +219,13 @@ def test_targets_have_no_gradient() -> None:
     got = returns.gae(values, values, mask, row, gamma=1.0, lam=1.0)
     for result in (got.advantages, got.returns, returns.token_rewards(row, mask, values), returns.reinforce(values, mask, gamma=1.0)):
         assert not result.requires_grad
+
+
+def test_returns_are_a_tree_so_that_they_can_be_sliced_as_one() -> None:
+    mask = torch.ones(3, 2, dtype=torch.bool)
+    got = returns.gae(torch.arange(6.0).view(3, 2), torch.zeros(3, 2), mask, torch.zeros(3), gamma=1.0, lam=1.0)
+    own: returns.Returns = tree.tree_map(lambda x: x[1:], got)
+    assert own.returns.tolist() == got.returns[1:].tolist() == [[5.0, 3.0], [9.0, 5.0]]
 
 
 # ---- refusals ----
