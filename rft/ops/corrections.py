@@ -165,9 +165,13 @@ def decoupled(proximal: Tokens, behaviour: Tokens, mask: Mask, *, cap: float = m
 
 @checked
 def combined(first: Correction, second: Correction) -> Correction:
-    """Both corrections: weights multiplied, kept where both keep, clipped where either cut.
+    """Both corrections at once, such as a rejection of sequences and a weight for what it leaves.
 
-    w = w¹ w²
+        w_t = w¹_t w²_t
+
+    A token is kept where both keep it, and clipped where either cut its weight and it is kept.
+
+    Source: Liu et al., When Speed Kills Stability, part 3, https://richardli.xyz/rl-collapse
     """
     kept = first.kept & second.kept
     return Correction(weights=first.weights * second.weights, kept=kept, clipped=kept & (first.clipped | second.clipped))
@@ -182,6 +186,8 @@ def mismatch(old: Tokens, engine: Tokens, mask: Mask, correction: Correction, to
     `engine_gap` and `engine_gap_max`: mean and largest gap in nats; `weight`: the mean weight; `weight_clipped` and `weight_masked`:
     the shares of tokens whose weight was cut, and that were dropped; `effective_sample_size`: of the weights, dropped ones being 0.
     All over the tokens of the global batch; 0 where there are none.
+
+    Source: Liu et al., When Speed Kills Stability, https://richardli.xyz/rl-collapse
     """
     gap = _change(old, engine, mask).abs()
     return {
@@ -192,12 +198,6 @@ def mismatch(old: Tokens, engine: Tokens, mask: Mask, correction: Correction, to
         "weight_masked": token_mean((~correction.kept).float(), mask, totals),
         "effective_sample_size": effective_sample_size(correction.weights, mask),
     }
-
-
-@checked
-def truncated_weights(trainer: Tokens, engine: Tokens, mask: Mask, *, cap: float) -> Float32[Tensor, "batch seq"]:
-    """The weights of `truncated`."""
-    return _truncation(_token_ratio(trainer, engine, mask), mask, cap).weights
 
 
 def _change(old: Tensor, engine: Tensor, mask: Tensor) -> Tensor:

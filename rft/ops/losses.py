@@ -45,7 +45,8 @@ def policy_gradient(new: Tokens, old: Tokens, advantages: Tokens, mask: Mask) ->
 
         loss_t = −A_t log p_t
 
-    On policy its gradient is that of every surrogate here. `old` serves the returned ratio alone; off policy nothing is corrected.
+    On policy every surrogate here has its gradient (those of one ratio per sequence in the sum over the sequence's tokens). `old`
+    serves the returned ratio alone; off policy nothing is corrected.
 
     Known as: verl `loss_mode="gpg"`.
     Source: Williams, Simple Statistical Gradient-Following Algorithms, https://doi.org/10.1007/BF00992696
@@ -176,9 +177,9 @@ def sapo(new: Tokens, old: Tokens, advantages: Tokens, mask: Mask, *, positive: 
 
         loss_t = −4/τ σ(τ (r_t − 1)) A_t,   τ = positive where A_t > 0, negative elsewhere
 
-    At r = 1 the gate's slope is 1, so the gradient is the policy gradient's; away from it, on either side, it fades as
-    4 σ (1 − σ), the faster the higher the temperature τ. The loss at r = 1 is −2 A / τ, not −A. Nothing is ever clipped. The paper
-    averages with `sequence_mean_of_token_means`. Raises `BadInput` for temperatures not above 0.
+    The gradient is −4 σ (1 − σ) r_t A_t ∇log p_t: the policy gradient's at r = 1, fading on either side, the faster the higher the
+    temperature τ. The loss at r = 1 is −2 A / τ, not −A. Nothing is ever clipped. The paper averages with
+    `sequence_mean_of_token_means`. Raises `BadInput` for temperatures not above 0.
 
     Known as: TRL `loss_type="sapo"`, `sapo_temperature_pos`, `sapo_temperature_neg`; verl `loss_mode="sapo"`, `tau_pos`, `tau_neg`.
     Source: Gao et al., Soft Adaptive Policy Optimization, https://arxiv.org/abs/2511.20347
@@ -258,12 +259,6 @@ def negative_log_likelihood(new: Tokens) -> Float32[Tensor, "batch seq"]:
     Source: maximum likelihood; as an auxiliary loss (PTX): Ouyang et al., InstructGPT, https://arxiv.org/abs/2203.02155
     """
     return -new.float()
-
-
-@checked
-def clipped_surrogate(new: Tokens, old: Tokens, advantages: Tokens, mask: Mask, *, clip: float) -> Surrogate:
-    """`ppo_clip` with one bound for both sides."""
-    return ppo_clip(new, old, advantages, mask, low=clip, high=clip)
 
 
 def _gains(advantages: Tensor, mask: Tensor) -> Tensor:

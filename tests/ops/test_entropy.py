@@ -45,6 +45,12 @@ def test_against_a_loop(seed: int, share: float, dtype: torch.dtype) -> None:
     assert int(selected.sum()) >= math.ceil(round(share * len(everything), 6))
 
 
+def test_of_many_equal_entropies_the_earlier_tokens_are_chosen() -> None:
+    chosen = high_entropy_tokens(torch.ones(2, 5000), torch.ones(2, 5000, dtype=torch.bool), share=0.3)
+    assert chosen[:, :1500].all()
+    assert not chosen[:, 1500:].any()
+
+
 @pytest.mark.parametrize("tokens", [10, 30, 100, 1000])
 def test_a_whole_number_of_tokens_is_not_rounded_up(tokens: int) -> None:
     """0.07 · 100 is 7.000000000000001 in double precision."""

@@ -90,6 +90,11 @@ def test_two_kinds_of_one_name_are_refused() -> None:
         metrics.merged([{"a": torch.tensor(1.0)}, {"a": largest}])
 
 
+def test_small_weights_do_not_vanish_beside_large_ones() -> None:
+    large, small = (metrics.effective_sample_size(torch.tensor([w]), torch.tensor([True])) for w in (1e8, 1.0))
+    assert float(large.merge(small).total) == 1e8 + 1  # which fp32 does not have
+
+
 def test_gradients_are_not_kept() -> None:
     values = torch.ones(2, requires_grad=True)
     assert not metrics.maximum(values, torch.ones(2, dtype=torch.bool)).largest.requires_grad

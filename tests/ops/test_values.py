@@ -47,11 +47,13 @@ def test_against_a_loop(seed: int, dtype: torch.dtype) -> None:
     assert (gradient(bounded.loss.sum(), leaf)[bounded.clipped] == 0).all()
 
 
-def test_what_has_not_moved_is_not_clipped() -> None:
-    values = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)) * 1000
-    result = clipped_value_loss(values, values, torch.zeros(50, 4), torch.ones(50, 4, dtype=torch.bool), clip=1e-3)
-    assert not result.clipped.any()
-    assert torch.equal(result.loss, 0.5 * values.square())
+def test_what_has_moved_less_than_the_clip_is_not_clipped_not_even_by_a_rounding_error() -> None:
+    draw = torch.Generator().manual_seed(0)
+    old, mask = torch.rand(500, 4, generator=draw) / 2, torch.ones(500, 4, dtype=torch.bool)
+    for new in (old, torch.rand(500, 4, generator=draw) / 100):
+        result = clipped_value_loss(new, old, torch.ones(500, 4), mask, clip=0.6)
+        assert not result.clipped.any()
+        assert torch.equal(result.loss, 0.5 * (new - 1).square())
 
 
 def test_nothing_marked_and_only_new_is_differentiated() -> None:
