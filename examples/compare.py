@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 import torch.distributed as dist
 from grpo import Rest
 from grpo_arithmetic import GrpoArithmetic, task
-from job import Task, batches, command
+from job import Task, batches, main
 from objectives import Algorithm
 
 import rft
@@ -70,54 +70,75 @@ def algorithms(job: Compare) -> dict[str, Algorithm]:
     return {name: algorithm for name, algorithm in every.items() if name in (job.only or every)}
 
 
-def train(start: Rest, prompts: Iterator[rft.Prompts], job: Compare, algorithm: Algorithm, reward: rft.RewardFunction) -> Iterator[float]:
-    """Yields the mean reward of each batch of responses before it is trained on."""
-    state = start
+@dc.dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What one algorithm did: the mean reward of all responses of each step, and the metrics of each update."""
+
+    rewards: list[float]
+    metrics: list[rft.Metrics]
+
+
+def train(start: Rest, prompts: Iterator[rft.Prompts], job: Compare, algorithm: Algorithm, reward: rft.RewardFunction) -> Curve:
+    """One algorithm's loop; several optimizer steps on each batch, so old log-probs are computed."""
+    state, curve = start, Curve(rewards=[], metrics=[])
     for _ in range(job.steps):
+        given = list[float]()  # to all responses, those that are not kept too
         state = rft.refresh(state)
-        batch = algorithm.collect(state, prompts, job.sampling(), reward)
+        batch = algorithm.collect(state, prompts, job.sampling(), noting(reward, given))
         state = rft.sleep(state)
-        means = rft.average(state, {"reward": batch.rewards.values[batch.rewards.valid].tolist(), "rows": [len(batch.rollouts)]})
-        yield means["reward"]
+        means = rft.average(state, {"reward": given, "rows": [len(batch.rollouts)]})
+        curve.rewards.append(means["reward"])
         if not means["rows"]:
             continue  # not one group in all the prompts that were tried taught anything
         experience = rft.experience(batch.rollouts, batch.rewards.values, algorithm.advantages(state, batch))
         scored = rft.compute_old_logprobs(state, batch.rollouts)
-        state, _ = rft.update(scored, experience, algorithm.objective, rft.Cut(epochs=job.updates))
+        state, metrics = rft.update(scored, experience, algorithm.objective, rft.Cut(epochs=job.updates))
+        curve.metrics.extend(metrics)
+    return curve
 
 
-def run(job: Compare, learning: Task, data: Dataset, algorithm: Algorithm) -> list[float]:
-    """One algorithm, from the model as it was; the reward of each step."""
+def noting(reward: rft.RewardFunction, given: list[float]) -> rft.RewardFunction:
+    """The same reward; what it gives is put down in `given`."""
+
+    def noted(sample: rft.Sample) -> float:
+        given.append(reward(sample))
+        return given[-1]
+
+    return noted
+
+
+def run(job: Compare, learning: Task, data: Dataset, algorithm: Algorithm) -> Curve:
+    """One algorithm, from the model as it was."""
     with rft.launch(job.launch_spec()) as state:
         share = Share(index=dist.get_rank(), count=dist.get_world_size())
-        prompts = batches(data, share, job.longer(TRIES))
-        return list(train(state, prompts, job, algorithm, learning.reward))
+        return train(state, batches(data, share, job.longer(TRIES)), job, algorithm, learning.reward)
 
 
-def plot(rewards: dict[str, list[float]], page: Path) -> None:
-    """One curve for each algorithm, smoothed over five steps, on a page that fetches nothing."""
+def plot(curves: dict[str, Curve], page: Path) -> None:
+    """One line for each algorithm, smoothed over five steps, on a page that fetches nothing."""
     figure: Any = go.Figure()
-    for name, curve in rewards.items():
-        windows = [curve[max(0, step - 4) : step + 1] for step in range(len(curve))]
+    for name, curve in curves.items():
+        windows = [curve.rewards[max(0, step - 4) : step + 1] for step in range(len(curve.rewards))]
         figure.add_scatter(y=[sum(window) / len(window) for window in windows], name=name, mode="lines")
     figure.update_layout(title="Reward on generated sums", xaxis_title="step", yaxis_title="reward, mean of five steps")
     figure.write_html(page, include_plotlyjs=True)
 
 
-def perform(job: Compare) -> None:
+def perform(job: Compare, learning: Task) -> None:
     """Runs the algorithms in turn; rank 0 writes after each, so that what there is survives."""
-    learning, chosen = task(job), algorithms(job)
+    chosen, curves = algorithms(job), dict[str, Curve]()
     data = tokenise(learning.training, find_model(job.model).tokenizer, max_tokens=job.max_prompt_tokens)
-    folder, rewards = job.folder or next_folder(Path("runs"), "compare"), dict[str, list[float]]()
+    folder = job.folder or next_folder(Path("runs"), "compare")
     for name, algorithm in chosen.items():
         began = time.monotonic()
-        rewards[name] = curve = run(job, learning, data, algorithm)
+        curves[name] = curve = run(job, learning, data, algorithm)
         if int(os.environ.get("RANK", "0")) == 0:
-            log.info("%s: reward %.3f at first, %.3f at last, %.0f s", name, curve[0], curve[-1], time.monotonic() - began)
+            log.info("%s: reward %.3f at first, %.3f at last, %.0f s", name, curve.rewards[0], curve.rewards[-1], time.monotonic() - began)
             folder.mkdir(parents=True, exist_ok=True)
-            _ = (folder / "compare.json").write_text(json.dumps({"job": dc.asdict(job), "rewards": rewards}, default=str, indent=1))
-            plot(rewards, folder / "compare.html")
+            text = json.dumps({"job": dc.asdict(job), "curves": {n: dc.asdict(c) for n, c in curves.items()}}, default=str, indent=1)
+            _ = (folder / "compare.json").write_text(text)
+            plot(curves, folder / "compare.html")
 
 
 if __name__ == "__main__":
-    command(Compare, perform)
+    main(Compare, task, perform)

@@ -5,7 +5,7 @@ Two CPU cores take minutes: `bash examples/run.sh`. Elsewhere: `torchrun --nproc
 
 import dataclasses as dc
 
-from job import Job, Task, main
+from job import Job, Task, main, perform
 
 from rft.data.arithmetic import sums
 from rft.rewards.rules import last_number
@@ -38,4 +38,4 @@ def task(job: GrpoArithmetic) -> Task:
 
 
 if __name__ == "__main__":
-    main(GrpoArithmetic, task)
+    main(GrpoArithmetic, task, perform)

@@ -5,7 +5,7 @@
 
 import dataclasses as dc
 
-from job import Job, Task, main
+from job import Job, Task, main, perform
 
 from rft.data.gsm8k import gsm8k
 from rft.rewards.rules import math_answer
@@ -40,4 +40,4 @@ def task(job: GrpoGsm8k) -> Task:
 
 
 if __name__ == "__main__":
-    main(GrpoGsm8k, task)
+    main(GrpoGsm8k, task, perform)

@@ -99,17 +99,13 @@ class Task:
 JobT = TypeVar("JobT", bound=Job)
 
 
-def main(kind: type[JobT], task: Callable[[JobT], Task]) -> None:
-    """Reads the job from the command line and performs it."""
-    command(kind, lambda job: perform(job, task(job)))
-
-
-def command(kind: type[JobT], perform: Callable[[JobT], None]) -> None:
-    """Reads a job from the command line and does it; what cannot work ends the process with the reason alone."""
+def main(kind: type[JobT], task: Callable[[JobT], Task], perform: Callable[[JobT, Task], None]) -> None:
+    """Reads the job from the command line and performs it; what cannot work ends the process with the reason alone."""
     set_up_logging()
     transformers.logging.disable_progress_bar()
     try:
-        perform(tyro.cli(kind, description=kind.__doc__))
+        job = tyro.cli(kind, description=kind.__doc__)
+        perform(job, task(job))
     except (rft.BadInput, rft.DoesNotFit, rft.PeerFailed) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:
