@@ -42,7 +42,8 @@ def token_mean(loss: Float[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq"]
 
     Long responses weigh as much as they have tokens. 0 where nothing is marked.
 
-    Known as: TRL `loss_type="dapo"`; verl and LightRFT `loss_agg_mode="token-mean"`; OpenRLHF `token_level_loss=True`.
+    Known as: TRL `loss_type="dapo"`; verl `loss_agg_mode="token-mean"`; OpenRLHF `token_level_loss=True`; LightRFT
+    `loss_agg_mode="token-mean"`.
     Source: Yu et al., DAPO, https://arxiv.org/abs/2503.14476
     """
     return masked_mean(loss, mask, totals.tokens)
@@ -57,7 +58,8 @@ def sequence_mean_of_token_means(loss: Float[Tensor, "batch seq"], mask: Bool[Te
     Every sequence weighs the same, so a long response's token weighs less: GRPO's length bias. A row without a marked token adds
     nothing and is not counted in S. 0 where nothing is marked.
 
-    Known as: TRL `loss_type="grpo"`; verl and LightRFT `loss_agg_mode="seq-mean-token-mean"`; OpenRLHF `token_level_loss=False`.
+    Known as: TRL `loss_type="grpo"`; verl `loss_agg_mode="seq-mean-token-mean"`; OpenRLHF `token_level_loss=False`; LightRFT
+    `loss_agg_mode="seq-mean-token-mean"`.
     Source: Shao et al., DeepSeekMath, https://arxiv.org/abs/2402.03300
     """
     return row_mean(loss, mask).sum() / max(totals.sequences, 1)
@@ -72,7 +74,7 @@ def sequence_mean_of_token_sums(loss: Float[Tensor, "batch seq"], mask: Bool[Ten
     The policy gradient as it is derived: a response's log-prob is the sum of its tokens'. Its scale grows with the length of the
     responses. A row without a marked token is not counted in S. 0 where nothing is marked.
 
-    Known as: verl and LightRFT `loss_agg_mode="seq-mean-token-sum"`.
+    Known as: verl `loss_agg_mode="seq-mean-token-sum"`; LightRFT `loss_agg_mode="seq-mean-token-sum"`.
     Source: Ahmadian et al., Back to Basics: Revisiting REINFORCE Style Optimization, https://arxiv.org/abs/2402.14740
     """
     return masked_sum(loss, mask) / max(totals.sequences, 1)
@@ -91,7 +93,7 @@ def constant_length(
     marked. Raises `BadInput` for a length that is not above 0.
 
     Known as: TRL `loss_type="dr_grpo"` (its length is `max_completion_length`); verl `loss_agg_mode="seq-mean-token-sum-norm"` with
-    `loss_scale_factor`. (LightRFT's mode of that name divides by the length alone, not by S.)
+    `loss_scale_factor`; LightRFT `loss_agg_mode="seq-mean-token-sum-norm"` (which divides by the length alone, not by S).
     Source: Liu et al., Understanding R1-Zero-Like Training (Dr. GRPO), https://arxiv.org/abs/2503.20783
     """
     require_positive("constant_length", length=length)

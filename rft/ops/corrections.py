@@ -155,7 +155,7 @@ def decoupled(proximal: Tokens, behaviour: Tokens, mask: Mask, *, cap: float = m
     the decoupled objective: the clip bounds the update, the weight makes up for the staleness. The original has no cap; AReaL drops
     the tokens beyond one. As a formula this is `masked`. Raises `BadInput` for a cap below 1.
 
-    Known as: AReaL `use_decoupled_loss`, `behav_imp_weight_cap`; verl's rollout correction with `bypass_mode=False`.
+    Known as: AReaL `use_decoupled_loss`, `behav_imp_weight_cap`; verl `rollout_correction.bypass_mode=False`.
     Source: Hilton et al., Batch size-invariance for policy optimization, https://arxiv.org/abs/2110.00641; Fu et al., AReaL,
     https://arxiv.org/abs/2505.24298
     """

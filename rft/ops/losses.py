@@ -101,11 +101,10 @@ def gspo(new: Tokens, old: Tokens, advantages: Tokens, mask: Mask, *, low: float
         loss_t = −min(s A_t, clip(s, 1 − low, 1 + high) A_t),   s = exp(1/n Σ_t (new_t − old_t))
 
     Each token of a row bears the row's loss, so `sequence_mean_of_token_means` gives the paper's objective; A is one number per row
-    there. A row is clipped as a whole. As s is a mean, its bounds are narrow: the paper has low = 3e−4 and high = 4e−4. Raises
-    `BadInput` for bounds not above 0.
+    there. A row is clipped as a whole. As s is a mean, its bounds are narrow: the paper has low = 3e−4 and high = 4e−4. (What verl and
+    LightRFT call GSPO is `gspo_token`.) Raises `BadInput` for bounds not above 0.
 
-    Known as: TRL `importance_sampling_level="sequence"`; OpenRLHF `policy_loss_type="gspo"`. (verl's `loss_mode="gspo"` and LightRFT's
-    `use_gspo` are `gspo_token`.)
+    Known as: TRL `importance_sampling_level="sequence"`; OpenRLHF `policy_loss_type="gspo"`.
     Source: Zheng et al., Group Sequence Policy Optimization, https://arxiv.org/abs/2507.18071
     """
     require_positive("gspo", low=low, high=high)

@@ -27,7 +27,7 @@ def value_loss(new: Float[Tensor, "batch seq"], returns: Float[Tensor, "batch se
 
     `new` (V) is differentiated, `returns` (R) are constant; in fp32. What stands outside of the mask is not read.
 
-    Known as: OpenRLHF `ValueLoss`, LightRFT `ValueLoss`, without `clip_eps`.
+    Known as: OpenRLHF `ValueLoss` without `clip_eps`; LightRFT `ValueLoss` without `clip_eps`.
     Source: Schulman et al., Proximal Policy Optimization Algorithms, https://arxiv.org/abs/1707.06347, equation 9
     """
     error = marked(new, mask) - marked(returns.detach(), mask)
