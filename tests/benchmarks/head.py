@@ -58,7 +58,7 @@ def table(width: int, dtype: torch.dtype) -> tuple[str, dict[str, dict[str, Any]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what libraries deprecate is theirs to mend
             try:
-                reference = reference or gradients(lambda *case: exact(*case, torch.ones(len(case[2]), device=DEVICE))[0], *few)
+                reference = reference or in_double(*few)
                 row = {} if name == WITH_ENTROPY else errors(gradients(form, *few), reference, sign=-1 if "−" in name else 1)
                 row |= measured(form, *draw(TOKENS, width, dtype))
             except Exception as error:  # noqa: BLE001  # whatever a library raises is what its row says
@@ -145,6 +145,12 @@ def gradients(form: Form, hidden: Tensor, weight: Tensor, targets: Tensor) -> tu
     assert hidden.grad is not None
     assert weight.grad is not None
     return values.detach(), hidden.grad, weight.grad
+
+
+def in_double(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """The same of the same numbers, in double precision from the beginning to the end."""
+    wide = (each.detach().double().requires_grad_() for each in (hidden, weight))
+    return gradients(lambda h, w, t: exact(h, w, t, torch.ones(len(t), device=DEVICE))[0], *wide, targets)
 
 
 def errors(found: tuple[Tensor, ...], reference: tuple[Tensor, ...], *, sign: int) -> dict[str, float]:
