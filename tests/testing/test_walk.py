@@ -160,7 +160,7 @@ EFFECTS: dict[str, tuple[types.ModuleType, str, str]] = {
     ),
     "rollouts of a version too new": (rollout, "    version = state.weights.version\n", "    version = state.version\n"),
     "a lag that nobody checks": (scoring, "if state.version - r.version > max_lag:", "if False:"),
-    "old log-probs that are scaled": (scoring, "* r.sampled) for r", "* r.sampled * 1.5) for r"),
+    "old log-probs that are scaled": (scoring, "r.sampling.temperature or 1.0)) for r", "r.sampling.temperature or 1.0) * 1.5) for r"),
     "old log-probs of another source": (scoring, 'values=r.logprobs if source == "engine" else None', "values=r.logprobs * 0.5"),
     "old log-probs that name another version": (
         scoring,
@@ -168,7 +168,7 @@ EFFECTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "OldLogProbs(version=type(state.version)(0), batches=batches, source=source)",
     ),
     "a first step that may be taken twice": (scoring, 'if old.source == "first_step" and old.steps:', "if False:"),
-    "a mini-batch of any batch": (scoring, "[batch for batch in minibatch.batches if batch not in known]", "[]"),
+    "a mini-batch of any batch": (scoring, "if batch not in known and batch != DEMONSTRATIONS]", "if False]"),
 }
 # fmt: on
 RARE = ("a wake that asks for no room", "a failed engine that poisons the whole runtime")

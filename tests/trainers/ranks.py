@@ -31,7 +31,7 @@ ALL = (0, 1, 2, 3, 4, 5, 6, 7)
 SHARES = {1: [ALL], 2: [(0, 1, 2, 3, 4), (5, 6, 7)], 3: [(0, 1, 2), (3,), (4, 5, 6, 7)]}
 IDLE = {1: [ALL], 2: [ALL, ()], 3: [ALL, (), ()]}
 FIVE_STEPS: dict[str, Any] = {
-    **PLAIN, "eps": 1e-5, "max_grad_norm": 1.0, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 1, "total_steps": 9
+    **PLAIN, "eps": 1e-7, "max_grad_norm": 1.0, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 1, "total_steps": 9
 }  # fmt: skip
 
 
