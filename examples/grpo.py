@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 
 import rft
-from rft.ops.advantages import group_advantages, per_token
+from rft.ops import advantages
 from rft.recording import shown
 from rft.telemetry.run_folder import Telemetry
 
@@ -38,8 +38,8 @@ def train(start: Rest, batches: Iterable[rft.Prompts], recipe: Recipe, run: Tele
         rewards = rft.rewards(state, rollouts, recipe.reward)
         state = rft.sleep(state)
 
-        advantages = per_token(group_advantages(rewards.values, rollouts.groups, rewards.valid), rollouts.sampled)
-        experience = rft.experience(rollouts, rewards.values, advantages)
+        better = advantages.grpo(rewards.values, rollouts.groups, rewards.valid)
+        experience = rft.experience(rollouts, rewards.values, advantages.per_token(better, rollouts.sampled))
         state = rft.adopt_logprobs(state, rollouts, source="first_step")
         state, metrics = rft.train_step(state, rft.take(experience, torch.arange(len(experience))), recipe.objective)
         state = rft.finish_batch(state)

@@ -110,15 +110,17 @@ def cispo() -> Algorithm:
 def ppo() -> Algorithm:
     """Generalised advantages against values, normalised over the batch; clipped, with an entropy bonus.
 
-    For the value of a token stands the mean reward of the other responses to its prompt, the same along a response. The values of a
-    critic take its place as they are.
+    For the value of a token stands the mean reward of the other responses to its prompt, the same along a response and, where that was
+    cut off, after it. The values of a critic take its place as they are.
     """
 
     def estimate(state: State, batch: rft.Collected) -> Float32[Tensor, "batch seq"]:
         rewards, mask = batch.rewards, batch.rollouts.sampled & batch.rewards.valid[:, None]
         mean_of_others = rft.over_ranks(state, others, rewards.values, batch.rollouts.groups, rewards.valid)
         values = torch.where(mask, mean_of_others[:, None], 0.0)
-        found = returns.gae(returns.token_rewards(rewards.values, mask), values, mask, torch.zeros(len(mask)), gamma=1.0, lam=0.95)
+        cut_off = torch.tensor([finish == "length" for finish in batch.rollouts.finish], dtype=torch.bool)
+        after = torch.where(cut_off, mean_of_others, 0.0)
+        found = returns.gae(returns.token_rewards(rewards.values, mask), values, mask, after, gamma=1.0, lam=0.95)
         return rft.over_ranks(state, normalisation.whiten, found.advantages, mask)
 
     clipped = rft.policy_loss(partial(losses.ppo_clip, low=0.2, high=0.2), aggregate=aggregation.token_mean)

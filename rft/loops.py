@@ -78,6 +78,7 @@ def collect_groups(
     next step. All responses to a prompt must be of one batch. Collective: all ranks take equally many batches of prompts. Raises
     `TooFewGroups`, with the state living, and `BadInput` where `batches` ends too early.
 
+    Known as: verl `algorithm.filter_groups`; OpenRLHF `--dynamic_filtering`; LightRFT `--dynamic_sampling`.
     Source: Yu et al., DAPO, https://arxiv.org/abs/2503.14476
     """
     parts, missing = list[tuple[Collected, Int64[Tensor, "row"]]](), wanted.groups

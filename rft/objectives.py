@@ -28,7 +28,7 @@ from rft.experience import Minibatch
 from rft.ops import corrections, losses
 from rft.ops.aggregation import Aggregation, Totals, token_mean
 from rft.ops.corrections import Correction
-from rft.ops.kl import importance_weighted, k3
+from rft.ops.kl import importance_weighted, k1, k3
 from rft.ops.masked import masked_mean
 from rft.ops.metrics import Metric
 from rft.shapes import check_record
@@ -187,11 +187,19 @@ def reference_kl(coefficient: float, *, estimator: Estimator, aggregate: Aggrega
         loss = coefficient · aggregate_t( w_t · estimator(new_t, reference_t) ),   w_t = 1
 
     What gradient an estimator has, and which one is that of the KL, is told in `ops.kl`. With `off_policy` w_t = exp(new_t − old_t), so
-    that tokens of an older policy estimate the KL of the one in training (`kl.importance_weighted`). Reports `reference_kl`, the mean over
-    the sampled tokens. Raises `BadInput` for a negative coefficient, and in a step whose experience has no `reference`.
+    that tokens of an older policy estimate the KL of the one in training, and with its gradient: `kl.importance_weighted`, which needs k1
+    or k3. Reports `reference_kl`, the mean over the sampled tokens. Raises `BadInput` for a negative coefficient, for `off_policy` with
+    another estimator, and in a step whose experience has no `reference`.
+
+    Known as: TRL `beta` of `GRPOConfig`; verl `actor_rollout_ref.actor.use_kl_loss`; OpenRLHF `--use_kl_loss`.
+    Source: Shao et al., DeepSeekMath, https://arxiv.org/abs/2402.03300
     """
     if coefficient < 0:
         raise BadInput(f"reference_kl: the coefficient must be at least 0, got {coefficient}")
+    if off_policy and estimator not in (k1, k3):
+        raise BadInput(
+            "reference_kl: off_policy weights an estimator without bias, so it takes kl.k1 or kl.k3; its gradient is the KL's then"
+        )
 
     def objective(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
         reference, mask = micro.rows.reference, micro.responses
@@ -199,8 +207,8 @@ def reference_kl(coefficient: float, *, estimator: Estimator, aggregate: Aggrega
             raise BadInput("reference_kl needs the Reference's log-probs; write experience(rollouts, rewards, advantages, reference=…)")
         new = torch.where(mask, scores.logprobs, 0.0)
         values = estimator(new, torch.where(mask, reference, 0.0))
-        if off_policy and micro.old is not None:
-            values = importance_weighted(values, new, micro.old, mask)
+        if off_policy:
+            values = importance_weighted(values, new, scores.logprobs.detach() if micro.old is None else micro.old, mask)
         metrics = {"reference_kl": masked_mean(values.detach(), mask, totals.tokens)}
         return LossTerms(loss=coefficient * aggregate(values, mask, totals), metrics=metrics)
 
@@ -214,6 +222,7 @@ def entropy_bonus(coefficient: float, *, aggregate: Aggregation = token_mean) ->
 
     The gradient is exact: over the whole vocabulary, not of the sampled token. A negative coefficient is a penalty.
 
+    Known as: verl `actor_rollout_ref.actor.entropy_coeff`.
     Source: Williams and Peng, Function Optimization Using Connectionist Reinforcement Learning Algorithms,
     https://doi.org/10.1080/09540099108946587
     """
@@ -233,6 +242,7 @@ def imitation(coefficient: float) -> Objective:
     Put them there with `concatenate(experience, demonstrations(…))`; without any it is 0. Reports `imitation_loss`, without the
     coefficient. Raises `BadInput` for a negative coefficient.
 
+    Known as: OpenRLHF `--ptx_coef` (of its earlier releases).
     Source: Ouyang et al., Training language models to follow instructions with human feedback, https://arxiv.org/abs/2203.02155
     """
     if coefficient < 0:
@@ -247,9 +257,11 @@ def imitation(coefficient: float) -> Objective:
 
 
 def supervised() -> Objective:
-    """Negative log-likelihood of the tokens marked `sampled`, whatever row they are in; advantages and old log-probs are not read.
+    """Negative log-likelihood of the tokens marked `sampled`, whatever row they are in.
 
-    loss = −1/N Σ_t log p(token t | before t)
+        loss = −1/N Σ_t log p(token t | before t)
+
+    Advantages and old log-probs are not read.
     """
 
     def objective(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:

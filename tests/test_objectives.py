@@ -161,6 +161,18 @@ def test_the_reference_kl_by_hand() -> None:
         assert numbers(terms.metrics) == {"reference_kl": pytest.approx(value, rel=1e-5)}
 
 
+def test_off_policy_the_reference_kl_has_the_gradient_of_k2_where_the_ratio_is_1() -> None:
+    rows = rows_of(WITH_REFERENCE, *ALL)
+    gradients = []
+    for off_policy, estimator in ((True, kl.k3), (False, kl.k2)):
+        for old in (None, NEAR):
+            new = NEAR.clone().requires_grad_()
+            terms = reference_kl(1.0, estimator=estimator, off_policy=off_policy)(scored(new), MicroBatch(rows=rows, old=old), TOTALS)
+            gradients += torch.autograd.grad(terms.loss, new)
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], atol=1e-6, rtol=1e-5)
+
+
 def test_the_entropy_bonus_is_subtracted() -> None:
     terms = entropy_bonus(0.02)(scored(NEAR), micro(None, *ALL), TOTALS)
     assert terms.loss.item() == pytest.approx(-0.02 * float(ENTROPY.sum()) / TOTALS.tokens, rel=1e-5)
@@ -197,6 +209,7 @@ def test_a_step_without_the_reference_says_what_to_write() -> None:
         lambda: grpo(clip=-1.0),
         lambda: grpo(correction_cap=0.0),
         lambda: reference_kl(-0.1, estimator=kl.k3),
+        lambda: reference_kl(0.1, estimator=kl.k2, off_policy=True),
         lambda: imitation(-1.0),
         lambda: combined(),
         lambda: combined(grpo(), grpo()),

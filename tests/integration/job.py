@@ -13,7 +13,7 @@ import rft
 from rft.data.prompts import Cursor, Share, next_prompts, tokenise
 from rft.data.questions import Question
 from rft.models import find_model
-from rft.ops.advantages import group_advantages, per_token
+from rft.ops import advantages
 
 STEPS, PROMPTS, LR = 5, 2, 3e-3
 EPS = 1e-4
@@ -40,8 +40,8 @@ def spec_of(model: str, engine: str, *, tensor_parallel: int = 1) -> rft.LaunchS
 def learn(state: Any, rollouts: rft.Rollouts, seen: list[dict[str, Any]]) -> Any:
     """Old log-probs, one step, and a note of all that went into it."""
     rewards = rft.rewards(state, rollouts, length_reward)
-    advantages = per_token(group_advantages(rewards.values, rollouts.groups), rollouts.sampled)
-    experience = rft.experience(rollouts, rewards.values, advantages)
+    better = advantages.per_token(advantages.grpo(rewards.values, rollouts.groups), rollouts.sampled)
+    experience = rft.experience(rollouts, rewards.values, better)
     state = rft.compute_old_logprobs(state, rollouts)
     old = state.old.batches[0].values
     state, metrics = rft.train_step(state, rft.take(experience, torch.arange(len(experience))), rft.grpo())
@@ -51,7 +51,7 @@ def learn(state: Any, rollouts: rft.Rollouts, seen: list[dict[str, Any]]) -> Any
             "sampled": rollouts.sampled,
             "engine": rollouts.logprobs,
             "old": old,
-            "advantages": advantages,
+            "advantages": better,
             "metrics": metrics,
         }
     )
