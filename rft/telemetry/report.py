@@ -18,7 +18,7 @@ from rft.telemetry.records import METRICS, PHASES, SAMPLES, Phase, read_lines, r
 TIMELINE_STEPS = 100
 """So many of the last steps are in the timeline: more bars than this are a smear."""
 SHOWN_SAMPLES = 400
-CURVES = ("reward", "accuracy", "length", "kl", "engine_kl", "loss", "grad_norm", "clip_fraction", "tokens_per_second")
+CURVES = ("reward", "accuracy", "length", "entropy", "kl", "engine_kl", "loss", "grad_norm", "clip_fraction", "tokens_per_second")
 """Curves that stand first, in this order; every other number follows."""
 
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,22 @@ def test_the_plot_has_a_line_for_each_and_fetches_nothing(compared: tuple[str, P
     page = (compared[1] / "compare.html").read_text()
     assert all(f'"name":"{name}"' in page for name in NAMES)
     assert "<script src=" not in page
+
+
+@pytest.mark.slow
+def test_side_by_side_with_a_model_that_speaks(tmp_path: Path) -> None:
+    """Three batches each of the real job, on two ranks: some minutes."""
+    unpacked = subprocess.run(
+        [sys.executable, EXAMPLES / "smollm2.py", ROOT / ".cache" / "SmolLM2-135M-Instruct"], capture_output=True, text=True, check=True
+    )
+    _ = torchrun(EXAMPLES / "compare.py", "--model", unpacked.stdout.strip(), "--folder", tmp_path / "run", "--steps", 3, timeout=1800)
+    curves = json.loads((tmp_path / "run" / "compare.json").read_text())["curves"]
+    assert tuple(curves) == NAMES
+    for curve in curves.values():
+        assert len(curve["rewards"]) == 3
+        assert curve["metrics"]
+        assert all(math.isfinite(value) for metrics in curve["metrics"] for value in metrics.values())
+        assert min(metrics["ratio_mean"] for metrics in curve["metrics"]) > 0.5
 
 
 def test_an_algorithm_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
