@@ -1,12 +1,11 @@
 """Attention over rows that lie one behind the other, as a function in transformers' own registry of them."""
 
 import inspect
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
+from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
 from rft.ops.packing import Segments, one_behind_the_other, side_by_side
@@ -82,8 +81,5 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, where: Segments, scali
 def _by_row(query: Tensor, key: Tensor, value: Tensor, where: Segments, scaling: float | None) -> Tensor:
     """`[token, head, dim]`, where those cannot be used: rows are padded on the right, where causal attention never looks."""
     q, k, v = (side_by_side(part, where).transpose(1, 2) for part in (query, key, value))
-    # On a CPU, the backward pass of the fused attention in bf16 takes thrice as long as the plain one on short rows.
-    short = not query.is_cuda and query.dtype == torch.bfloat16 and where.longest <= 128
-    with sdpa_kernel(SDPBackend.MATH) if short else nullcontext():
-        mixed = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    mixed = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
     return one_behind_the_other(mixed.transpose(1, 2), where)

@@ -50,7 +50,7 @@ def later(mask: Tensor) -> Tensor:
 
 
 def weights(trainer: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.stream_weights()}
+    return {name: tensor.cpu().clone() for name, tensor in trainer.stream_weights()}
 
 
 def watched(trainer: Any) -> dict[str, Tensor]:
@@ -58,7 +58,7 @@ def watched(trainer: Any) -> dict[str, Tensor]:
     seen: dict[str, Tensor] = {}
 
     def look(*_: Any) -> None:
-        seen.update({name: p.grad.full_tensor().clone() for name, p in trainer._model.named_parameters()})
+        seen.update({name: p.grad.full_tensor().cpu().clone() for name, p in trainer._model.named_parameters()})
 
     trainer._optimizer.register_step_pre_hook(look)
     return seen
@@ -130,6 +130,16 @@ def five_steps(world: World) -> Any:
         logprobs = trainer.logprobs(batch.tokens, batch.mask, later(batch.mask), 1.0)
         seen.append({"logprobs": logprobs, **trainer.step(batch, old, grpo())})
     return {"steps": seen, "weights": weights(trainer)}
+
+
+def first_steps(world: World) -> Any:
+    """Log-probs, then a step on the same micro-batches, in both dtypes."""
+    seen = []
+    for dtype in ("float32", "bfloat16"):
+        trainer = build(world, dtype=dtype, micro_batch_tokens=30)
+        batch, _ = share(world)
+        seen.append(trainer.step(batch, trainer.logprobs(batch.tokens, batch.mask, batch.sampled, 1.0), grpo()))
+    return seen
 
 
 def supervised_steps(world: World) -> Any:
@@ -277,7 +287,7 @@ def refusal(call: Callable[[], Any], kind: type[RftError] = RftError) -> list[st
 
 
 SCENES = (
-    gradients, many_equal_micro_batches, compute_dtype, five_steps, supervised_steps, logprobs, streams, placement,
+    gradients, many_equal_micro_batches, compute_dtype, first_steps, five_steps, supervised_steps, logprobs, streams, placement,
     one_rank_copies_nothing, export, not_finite, bad_batches, failing_objective, metrics,
 )  # fmt: skip
 

@@ -103,6 +103,13 @@ def test_metrics_add_up_or_merge_over_micro_batches_and_ranks(seen: list[dict[st
         assert {name: told[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_first_ratio_is_exactly_one(seen: list[dict[str, Any]]) -> None:
+    for metrics in (metrics for rank in seen for metrics in rank["first_steps"]):
+        assert metrics["kl"] == 0.0
+        assert metrics["clip_fraction"] == 0.0
+        assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-6)  # a sum of many ones, each divided by their number
+
+
 def test_five_steps_are_those_of_a_plain_loop(seen: list[dict[str, Any]], models: Path) -> None:
     # At the usual epsilon AdamW makes steps of gradients that are nothing but rounding.
     options: dict[str, Any] = {"lr": 1e-3, "eps": 1e-7, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 1, "total_steps": 9}
