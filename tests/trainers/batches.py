@@ -10,8 +10,11 @@ ROWS = ((9, 4), (14, 6), (5, 1), (11, 0), (17, 9), (6, 3), (12, 12), (8, 5))
 """(tokens, of them prompt): a row all of prompt, one of a single prompt token, and one that sampled nothing, among others."""
 
 
-def random_experience(seed: int = 0, temperature: float = 1.0) -> Experience:
-    """Eight rows of different lengths; row 3 has a prompt of one token, row 6 sampled nothing. Padding is no token."""
+def random_experience(seed: int = 0, temperature: float | None = 1.0) -> Experience:
+    """Eight rows of different lengths; row 3 has a prompt of one token, row 6 sampled nothing. Padding is no token.
+
+    Temperature None: each row was sampled at one of its own.
+    """
     draw = torch.Generator().manual_seed(seed)
     rows, width = len(ROWS), max(length for length, _ in ROWS) + 2
     columns = torch.arange(width)
@@ -31,7 +34,7 @@ def random_experience(seed: int = 0, temperature: float = 1.0) -> Experience:
         groups=torch.arange(rows) // 4,
         rewards=torch.rand(rows, generator=draw),
         advantages=torch.randn(rows, 1, generator=draw).where(sampled, torch.tensor(0.0)),
-        temperature=torch.full((rows,), temperature),
+        temperature=torch.linspace(0.4, 1.8, rows) if temperature is None else torch.full((rows,), temperature),
         demonstrated=torch.zeros(rows, dtype=torch.bool),
     )
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rft.errors import BadInput, NonFiniteGradient, RftError, RuntimePoisoned
-from rft.experience import Minibatch
+from rft.experience import Experience, Minibatch
 from rft.models import find_model
 from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals, grpo, supervised
 from rft.ops.metrics import maximum
@@ -26,6 +26,7 @@ from tests.trainers.batches import random_experience, rows_of, some_old
 MODELS, RESULTS = Path(sys.argv[1]), Path(sys.argv[2])
 PLAIN: dict[str, Any] = {"dtype": "float32", "lr": 1e-3, "max_grad_norm": float("inf")}
 SOURCE = random_experience()
+MIXED = random_experience(temperature=None)
 OLD = some_old(SOURCE, torch.where(SOURCE.sampled, -6.0, 0.0))
 ALL = (0, 1, 2, 3, 4, 5, 6, 7)
 SHARES = {1: [ALL], 2: [(0, 1, 2, 3, 4), (5, 6, 7)], 3: [(0, 1, 2), (3,), (4, 5, 6, 7)]}
@@ -39,9 +40,9 @@ def build(world: World, model: str = "qwen2", **options: Any) -> Any:
     return FSDP2Trainer(**{**PLAIN, **options}).build(find_model(str(MODELS / model)), world)
 
 
-def share(world: World, shares: dict[int, list[tuple[int, ...]]] = SHARES) -> tuple[Minibatch, Tensor]:
+def share(world: World, shares: dict[int, list[tuple[int, ...]]] = SHARES, source: Experience = SOURCE) -> tuple[Minibatch, Tensor]:
     rows = shares[world.size][world.rank]
-    return rows_of(SOURCE, *rows), OLD[list(rows)]
+    return rows_of(source, *rows), OLD[list(rows)]
 
 
 def later(mask: Tensor) -> Tensor:
@@ -65,12 +66,18 @@ def watched(trainer: Any) -> dict[str, Tensor]:
 
 
 def gradient(
-    world: World, model: str = "qwen2", shares: Any = SHARES, old: bool = True, objective: Objective | None = None, **options: Any
+    world: World,
+    model: str = "qwen2",
+    shares: Any = SHARES,
+    old: bool = True,
+    objective: Objective | None = None,
+    source: Experience = SOURCE,
+    **options: Any,
 ) -> Any:
     """One step's gradient and metrics."""
     trainer = build(world, model, **options)
     seen = watched(trainer)
-    batch, before = share(world, shares)
+    batch, before = share(world, shares, source)
     metrics = trainer.step(batch, before if old else None, objective or grpo())
     return {"gradient": seen, "metrics": metrics}
 
@@ -97,6 +104,9 @@ def gradients(world: World) -> Any:
         "first step": gradient(world, old=False, micro_batch_tokens=30),
         "uneven shards": gradient(world, model="uneven", micro_batch_tokens=30),
         "a constant loss": constant_loss(world),
+        "mixed temperatures": gradient(world, source=MIXED, micro_batch_tokens=30),
+        "padded": gradient(world, model="windowed", micro_batch_tokens=40),
+        "padded, checkpointed": gradient(world, model="windowed", gradient_checkpointing=True),
         "bfloat16": gradient(world, old=False, dtype="bfloat16"),
     }
 
@@ -247,6 +257,19 @@ def bad_batches(world: World) -> Any:
     ]
 
 
+def totals_of_the_batch(world: World) -> Any:
+    """What an objective is told of the global batch, of which row 4 is demonstrated."""
+    told: list[Totals] = []
+
+    def objective(new: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
+        told.append(totals)
+        return grpo()(new, micro, totals)
+
+    shown = dc.replace(SOURCE, demonstrated=torch.arange(8) == 4)
+    gradient(world, objective=objective, source=shown, micro_batch_tokens=30)
+    return told
+
+
 def two_kinds(world: World) -> Objective:
     """One name for different kinds of metrics on different ranks."""
 
@@ -289,6 +312,7 @@ def refusal(call: Callable[[], Any], kind: type[RftError] = RftError) -> list[st
 SCENES = (
     gradients, many_equal_micro_batches, compute_dtype, first_steps, five_steps, supervised_steps, logprobs, streams, placement,
     one_rank_copies_nothing, export, not_finite, bad_batches, failing_objective, metrics,
+    totals_of_the_batch,
 )  # fmt: skip
 
 

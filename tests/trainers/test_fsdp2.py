@@ -1,5 +1,6 @@
 """The FSDP2 trainer on one and on two ranks against a plain single-process loop on the same global batch."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rft.models import find_model
+from rft.ops.aggregation import Totals
 from rft.spec import FSDP2Trainer
 from rft.trainers.schedule import learning_rate
 from tests.launching import torchrun
@@ -24,17 +26,20 @@ SHARES = {1: [range(8)], 2: [range(5), range(5, 8)], 3: [range(3), range(3, 4), 
 RANKS = [pytest.param(1, id="1 rank"), pytest.param(2, id="2 ranks"), pytest.param(3, id="3 ranks", marks=pytest.mark.slow)]
 EXACT = [
     "whole", "row by row", "a few rows", "resharded", "checkpointed", "checkpointed, resharded", "an idle rank", "first step",
-    "uneven shards", "a constant loss",
+    "uneven shards", "a constant loss", "mixed temperatures", "padded", "padded, checkpointed",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tied model, one whose head is its own and whose rows two ranks cannot share evenly, and one that is stored in bf16."""
+    """A tied model, one with a head of its own that two ranks cannot share evenly, one stored in bf16, and one whose rows are padded."""
     folder = tmp_path_factory.mktemp("models")
     tiny_model(folder / "qwen2", "qwen2", tied=True)
     tiny_model(folder / "uneven", "llama", tied=False, vocab=321)
     tiny_model(folder / "half", "qwen2", layers=1, dtype=torch.bfloat16)
+    config = tiny_model(folder / "windowed", "qwen2") / "config.json"
+    window = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | window))
     return folder
 
 
@@ -54,9 +59,17 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 def plain(models: Path) -> dict[str, tuple[dict[str, Tensor], float]]:
     """Gradient and loss of the plain loop."""
     result = {}
-    for name, model, old in (("tied", "qwen2", OLD), ("first step", "qwen2", None), ("uneven shards", "uneven", OLD)):
+    cases = (
+        ("tied", "qwen2", SOURCE, OLD),
+        ("first step", "qwen2", SOURCE, None),
+        ("uneven shards", "uneven", SOURCE, OLD),
+        ("mixed temperatures", "qwen2", random_experience(temperature=None), OLD),
+        ("padded", "windowed", SOURCE, OLD),
+        ("padded, checkpointed", "windowed", SOURCE, OLD),
+    )
+    for name, model, source, old in cases:
         network = oracle.plain_model(models / model)
-        loss = oracle.plain_loss(network, SOURCE, old)
+        loss = oracle.plain_loss(network, source, old)
         loss.backward()
         result[name] = (oracle.gradient(network), loss.item())
     return result
@@ -108,6 +121,12 @@ def test_the_first_ratio_is_exactly_one(seen: list[dict[str, Any]]) -> None:
         assert metrics["kl"] == 0.0
         assert metrics["clip_fraction"] == 0.0
         assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-6)  # a sum of many ones, each divided by their number
+
+
+def test_an_objective_is_told_of_the_whole_batch(seen: list[dict[str, Any]]) -> None:
+    # 5 + 8 + 4 + 10 + 3 + 3 sampled tokens in six rows, and 8 of the demonstrated row.
+    for told in (rank["totals_of_the_batch"] for rank in seen):
+        assert set(map(str, told)) == {str(Totals(tokens=33, sequences=6, demonstrated=8))}
 
 
 def test_five_steps_are_those_of_a_plain_loop(seen: list[dict[str, Any]], models: Path) -> None:
