@@ -145,7 +145,7 @@ def test_five_steps_are_those_of_a_plain_loop(seen: list[dict[str, Any]], models
         optimizer.step()
         for rows, rank in zip(SHARES[len(seen)], seen, strict=True):
             result = rank["five_steps"]["steps"][step]
-            torch.testing.assert_close(result["logprobs"], before[list(rows)], atol=2e-5, rtol=0)
+            torch.testing.assert_close(result["logprobs"], before[list(rows)], atol=5e-5, rtol=0)
             assert result["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-5)
             assert result["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
             assert result["lr"] == pytest.approx(learning_rate(spec, step))
