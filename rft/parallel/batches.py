@@ -6,7 +6,8 @@ length. The denominators of the global batch are counted here too, from the same
 
 import bisect
 import dataclasses as dc
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from rft.errors import BadInput
@@ -52,8 +53,8 @@ def plan(ranks: Sequence[Rows], budget: int, *, width: int, layout: Layout = "pa
     The heaviest comes first, since in the k-th pass the ranks wait for each other. Where a rank has fewer rows than passes, the last
     ones are empty: run a filler there that contributes nothing.
 
-    `width` is that of the hidden states: a transformer's linear layers take about 24 width² operations per token and layer, causal
-    attention 2 width for each token before. Pure and exact: the same input gives the same plan on every rank, and the order of the
+    `width` is that of the hidden states: for a row a transformer's linear layers take about 24 width² length operations per layer, and
+    causal attention 2 width length². Pure and exact: the same input gives the same plan on every rank, and the order of the
     rows changes nothing but which of several rows of one length goes where. Raises `BadInput` for a budget or a length below 1.
     """
     if budget < 1 or any(length < 1 for rows in ranks for length in rows.lengths):
@@ -63,7 +64,8 @@ def plan(ranks: Sequence[Rows], budget: int, *, width: int, layout: Layout = "pa
     fewest, spread = (_first_fit, _evened) if layout == "packed" else (_neighbours, _levelled)
     count = max((_count(fewest(lengths, budget)) for lengths in sorted_lengths), default=0)
     passes = [spread(lengths, budget, count, width) for lengths in sorted_lengths]
-    batches = [_named(own, order, lengths, count, width) for own, order, lengths in zip(passes, orders, sorted_lengths, strict=True)]
+    weigh = functools.partial(_weight, width=width, layout=layout)
+    batches = [_named(own, order, lengths, count, weigh) for own, order, lengths in zip(passes, orders, sorted_lengths, strict=True)]
     return Plan(ranks=tuple(batches), totals=totals(ranks))
 
 
@@ -140,11 +142,17 @@ def _count(passes: Sequence[int]) -> int:
     return max(passes, default=-1) + 1
 
 
-def _named(passes: Sequence[int], order: Sequence[int], lengths: Sequence[int], count: int, width: int) -> Batches:
+def _weight(lengths: Sequence[int], width: int, layout: Layout) -> int:
+    """The work of a pass over rows of these lengths."""
+    if layout == "packed":
+        return sum(work(length, width) for length in lengths)
+    return len(lengths) * work(max(lengths, default=0), width)
+
+
+def _named(
+    passes: Sequence[int], order: Sequence[int], lengths: Sequence[int], count: int, weigh: Callable[[Sequence[int]], int]
+) -> Batches:
     """The rows of each pass by their own numbers, the heaviest pass first."""
-    rows: list[list[int]] = [[] for _ in range(count)]
-    load = [0] * count
-    for place, k in enumerate(passes):
-        rows[k].append(order[place])
-        load[k] += work(lengths[place], width)
-    return tuple(tuple(rows[k]) for k in sorted(range(count), key=load.__getitem__, reverse=True))
+    places = [[place for place, chosen in enumerate(passes) if chosen == k] for k in range(count)]
+    places.sort(key=lambda batch: weigh([lengths[place] for place in batch]), reverse=True)
+    return tuple(tuple(order[place] for place in batch) for batch in places)

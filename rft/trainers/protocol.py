@@ -62,7 +62,8 @@ class Trainer(Protocol):
     def step(self, batch: Minibatch, old: Float32[Tensor, "batch seq"] | None, objective: Objective) -> dict[str, float]:
         """One optimizer step over the global batch: this rank's rows and those of all others.
 
-        Returns the objective's metrics summed over the whole batch, and `loss`, `grad_norm` (before the clip), `lr`.
+        Returns the objective's metrics of the whole batch (summed, or merged as each of them knows), and `loss`, `grad_norm` (before
+        the clip), `lr`.
         """
         ...
 

@@ -107,7 +107,7 @@ def test_every_rank_has_as_many_passes_and_no_pass_is_empty_everywhere(
 @given(RANKS, BUDGETS, WIDTHS, LAYOUTS)
 def test_the_heaviest_come_first_so_that_ranks_wait_little(lengths: list[list[int]], budget: int, width: int, layout: Layout) -> None:
     for own, planned in zip(lengths, batches(lengths, budget, width, layout), strict=True):
-        loads = [sum(work(length, width) for length in batch) for batch in shape(own, planned)]
+        loads = [load(batch, width, layout) for batch in shape(own, planned)]
         assert loads == sorted(loads, reverse=True)
 
 
