@@ -8,6 +8,7 @@ are the tokens that are trained on.
 
 import dataclasses as dc
 import hashlib
+import math
 from typing import Any, Literal
 
 import torch
@@ -43,9 +44,10 @@ class Draw:
     """Tokens kept; 0 keeps everything."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0:
             raise BadInput(
-                f"temperature must be at least 0, top_p in (0, 1], top_k at least 0; got {self.temperature}, {self.top_p}, {self.top_k}"
+                "temperature must be a number of at least 0, top_p in (0, 1], top_k at least 0; "
+                f"got {self.temperature}, {self.top_p}, {self.top_k}"
             )
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from rft.data.minibatches import Cut, minibatches
-from rft.errors import BadInput, IllegalStep, TooFewGroups
+from rft.errors import BadInput, IllegalStep, ShapeError, TooFewGroups
 from rft.experience import Experience, Prompts, Rollouts, Sampling, assemble
 from rft.objectives import Objective
 from rft.ops import groups
@@ -75,16 +75,17 @@ def collect_groups(
     """Dynamic sampling: generates for one batch of prompts after the other until every rank has enough groups that teach.
 
     The first `wanted.groups` of them are kept, in order, as rollouts of their own; what is left over goes, as it would be stale by the
-    next step. All responses to a prompt must be of one batch. Collective: all ranks take equally many batches of prompts. Raises
-    `TooFewGroups`, with the state living, and `BadInput` where `batches` ends too early.
+    next step. All responses to a prompt must be of one batch. The k-th batch is sampled with draw k, so prompts that come again
+    get other responses. Collective: all ranks take equally many batches of prompts. Raises `TooFewGroups`, with the state living, and
+    `BadInput` where `batches` ends too early.
 
     Known as: verl `algorithm.filter_groups`; OpenRLHF `--dynamic_filtering`; LightRFT `--dynamic_sampling`.
     Source: Yu et al., DAPO, https://arxiv.org/abs/2503.14476
     """
     parts, missing = list[tuple[Collected, Int64[Tensor, "row"]]](), wanted.groups
-    for _ in range(wanted.bound):
-        collected = collect(state, _next(batches), sampling, reward)
-        rows = _first_groups(collected.rollouts.groups, wanted.keep(collected), missing)
+    for attempt in range(wanted.bound):
+        collected = collect(state, _next(batches), sampling, reward, draw=attempt)
+        rows = _first_groups(collected.rollouts.groups, _kept(wanted, collected), missing)
         parts.append((collected, rows))
         missing -= len(collected.rollouts.groups[rows].unique())
         if not average(state, {"missing": [missing]})["missing"]:  # on any rank
@@ -102,6 +103,14 @@ def _next(batches: Iterator[Prompts]) -> Prompts:
         return next(batches)
     except StopIteration:
         raise BadInput("collect_groups(state, batches, …): there are no prompts left; give an iterator that goes on") from None
+
+
+def _kept(wanted: Wanted, collected: Collected) -> Bool[Tensor, "batch"]:
+    kept = wanted.keep(collected)
+    if kept.dtype != torch.bool or kept.shape != collected.rollouts.groups.shape:
+        what = f"{tuple(kept.shape)} of {kept.dtype}"
+        raise ShapeError(f"Wanted.keep must give a bool for each of the {len(collected.rollouts)} rows, and gave {what}")
+    return kept
 
 
 def _first_groups(ids: Int64[Tensor, "batch"], kept: Bool[Tensor, "batch"], count: int) -> Int64[Tensor, "row"]:

@@ -99,6 +99,8 @@ def test_rewards_and_advantages_fit_their_rollouts() -> None:
         {"max_new_tokens": 0},
         {"max_new_tokens": -1},
         {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_k": -1},

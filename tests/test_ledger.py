@@ -329,7 +329,7 @@ def test_legal_names_what_may_be_called_next(begun: State) -> None:
     def named(state: State) -> set[str]:
         return set(rft.legal(state))
 
-    always = {"broadcast", "recover", "offload", "reload", "rewards", "average", "export"}
+    always = {"broadcast", "recover", "offload", "reload", "rewards", "average", "all_rows", "over_ranks", "export"}
     on_device = {"offload_actor", "compute_old_logprobs", "adopt_logprobs", "supervised_step"}
     assert named(begun) == always | on_device
     state = rft.broadcast(begun)

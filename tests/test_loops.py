@@ -1,4 +1,5 @@
 import dataclasses as dc
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -130,7 +131,7 @@ def test_groups_are_collected_until_enough_of_them_teach(begun: State) -> None:
     assert all(len(set(values)) > 1 for values in found.values())
     assert len(collected.rollouts) == 4 * MANY.samples
 
-    every = [rft.collect(state, prompts, MANY, by_length) for _, prompts in zip(taken, batches(taken=[]), strict=False)]
+    every = [rft.collect(state, prompts, MANY, by_length, draw=k) for k, prompts in zip(taken, batches(taken=[]), strict=False)]
     useful = [g for part in every for g, values in teaching(part).items() if len(set(values)) > 1]
     assert list(found) == useful[:4], "the first ones, in their order"
     assert len([g for part in every[:-1] for g, values in teaching(part).items() if len(set(values)) > 1]) < 4, "and no batch too many"
@@ -161,6 +162,21 @@ def test_at_the_bound_too_few_groups_are_an_error_or_all_there_is(begun: State) 
     assert 0 < len(teaching(some)) < 40
     none = rft.collect_groups(state, batches(taken=[]), MANY, lambda _: 1.0, rft.Wanted(groups=1, bound=2, at_bound="take"))
     assert len(none.rollouts) == 0
+
+
+def test_prompts_that_come_again_get_other_responses(begun: State) -> None:
+    state, seen = rft.refresh(begun), list[str]()
+    wanted = rft.Wanted(groups=1, bound=2, at_bound="take")
+    _ = rft.collect_groups(state, itertools.repeat(PROMPTS), MANY, lambda sample: seen.append(sample.response) or 1.0, wanted)
+    half = len(seen) // 2
+    assert seen[:half] != seen[half:]
+
+
+@pytest.mark.parametrize("given", [torch.ones(2, dtype=torch.bool), torch.ones(12)])
+def test_what_does_not_say_of_each_row_whether_it_is_kept_is_refused(begun: State, given: torch.Tensor) -> None:
+    wanted = rft.Wanted(groups=1, bound=1, keep=lambda _: given)
+    with pytest.raises(rft.ShapeError, match=r"a bool for each of the 12 rows"):
+        _ = rft.collect_groups(rft.refresh(begun), iter([PROMPTS]), MANY, by_length, wanted)
 
 
 def test_prompts_that_end_and_wants_that_cannot_be_met_are_refused(begun: State) -> None:

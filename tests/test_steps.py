@@ -216,11 +216,18 @@ def test_the_second_pass_of_a_loop_is_refused_too(begun: State) -> None:
         _ = sampled(state)
 
 
-@pytest.mark.parametrize("use", [rft.broadcast, rft.offload_actor, lambda s: rft.average(s, {})])
+@pytest.mark.parametrize("use", [rft.broadcast, rft.offload_actor, lambda s: rft.average(s, {}), lambda s: rft.all_rows(s, torch.ones(1))])
 def test_a_consumed_state_is_refused_and_the_newest_named(begun: State, use: Callable[[State], Any]) -> None:
     state = rft.broadcast(begun)
     with refused(state, ConsumedState, "(version 0, generation 0)", "the living one is RuntimeState[Asleep, Fresh", "state = step(state)"):
         _ = use(begun)
+
+
+def test_on_one_rank_the_rows_of_all_ranks_are_its_own(begun: State) -> None:
+    rows = torch.tensor([1.0, 3.0])
+    assert rft.all_rows(begun, rows)[0].tolist() == [1.0, 3.0]
+    assert rft.over_ranks(begun, lambda x: x - x.mean(), rows).tolist() == [-1.0, 1.0]
+    assert rft.legal(begun)
 
 
 # ---- what the axes allow, and the step refuses ----

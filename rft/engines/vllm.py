@@ -237,8 +237,8 @@ class VLLM:
     def _parameters(self, seed: int, sampling: Sampling) -> "SamplingParams":
         from vllm import SamplingParams
 
-        return SamplingParams(
-            temperature=sampling.temperature,
+        parameters = SamplingParams(
+            temperature=1.0 if sampling.temperature else 0.0,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=sampling.max_new_tokens,
@@ -248,6 +248,11 @@ class VLLM:
             ignore_eos=True,
             detokenize=False,
         )
+        # Set afterwards: the constructor refuses what is above 2 and lifts what is below 0.01, and the sampler takes any. These are
+        # made for one request, so vLLM need not copy them, which would go through the constructor again.
+        parameters.temperature = sampling.temperature
+        parameters.skip_clone = True
+        return parameters
 
     def _run(self, prompts: Sequence[tuple[int, ...]], parameters: "Sequence[SamplingParams]") -> "list[RequestOutput]":
         if not prompts:

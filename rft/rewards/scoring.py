@@ -88,6 +88,8 @@ def score(rollouts: Rollouts, reward: RewardFunction, *, deadline_s: float = 10.
     `deadline_s` is per row; `workers` rows are scored at a time (more than 1 needs a reward that is thread-safe, and pays where it
     waits for something). If every row hangs this takes rows · deadline_s / workers. Raises `BadInput` where either is not positive.
     """
+    if not callable(reward):
+        raise BadInput(f"a reward is a function of a Sample that returns a number, got {type(reward).__name__}")
     if deadline_s <= 0 or workers < 1:
         raise BadInput(f"deadline_s must be above 0 and workers at least 1, got {deadline_s} and {workers}")
     outcomes = _outcomes(samples_of(rollouts), reward, deadline_s, workers)

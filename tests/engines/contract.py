@@ -122,6 +122,7 @@ class EngineContract:
             Sampling(top_k=5),
             Sampling(top_p=0.5),
             Sampling(temperature=1.7, top_k=40, top_p=0.8),
+            Sampling(temperature=4.0, top_k=40),
         ],
         ids=str,
     )

@@ -86,6 +86,11 @@ def test_a_hanging_reward_does_not_keep_the_process():
     assert (done.returncode, done.stdout) == (0, "deadline\n")
 
 
+def test_what_is_no_function_is_refused():
+    with pytest.raises(BadInput, match="a reward is a function of a Sample"):
+        score(rollouts("a"), "last_number")
+
+
 @pytest.mark.parametrize("bad", [{"deadline_s": 0}, {"deadline_s": -1}, {"workers": 0}])
 def test_limits_that_cannot_work(bad):
     with pytest.raises(BadInput):

@@ -7,6 +7,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 R = TypeVar("R")
 
 class SamplingParams:
+    temperature: float
+    skip_clone: bool
     def __init__(
         self,
         *,
