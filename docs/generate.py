@@ -10,8 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from rft import loops, objectives
+from rft import loops
 from rft.experience import Sampling
+from rft.objectives import compositions
 from rft.ops import (
     advantages,
     aggregation,
@@ -32,7 +33,10 @@ OPERATIONS: tuple[ModuleType, ...] = (
     advantages, returns, shaping, normalisation, losses, values, aggregation, kl, entropy, corrections, controllers, scores,
 )  # fmt: skip
 COMPOSITIONS: tuple[tuple[ModuleType, tuple[Callable[..., Any], ...]], ...] = (
-    (objectives, (objectives.policy_loss, objectives.reference_kl, objectives.entropy_bonus, objectives.imitation, objectives.combined)),
+    (
+        compositions,
+        (compositions.policy_loss, compositions.reference_kl, compositions.entropy_bonus, compositions.imitation, compositions.combined),
+    ),
     (loops, (loops.collect_groups,)),
 )
 HEAD = """\

@@ -57,7 +57,7 @@ class Sampling(Draw):
 
     With `first`, the first token is drawn hot and the others as usual (FIRE): responses differ from their beginning on and stay
     sound. Its log-prob is recorded under the distribution that it was drawn from; the Actor is trained and scored at `temperature`
-    throughout, so a correction for the difference (`ops.corrections`) sees the first token for what it is.
+    throughout, so with computed old log-probs a correction (`ops.corrections`) sees the first token for what it is.
 
     Source: Chen et al., Flaming-hot Initiation with Regular Execution Sampling for Large Language Models, https://arxiv.org/abs/2410.21236
     """
@@ -71,6 +71,9 @@ class Sampling(Draw):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("samples", "max_new_tokens", "top_k"):
+            if type(getattr(self, name)) is not int:
+                raise BadInput(f"{name} must be an int, got {getattr(self, name)!r}")
         if self.samples < 1 or self.max_new_tokens < 1:
             raise BadInput(f"samples and max_new_tokens must be at least 1, got {self.samples} and {self.max_new_tokens}")
         if self.first is not None and not hasattr(self.first, "temperature"):
@@ -163,6 +166,8 @@ class Experience:
 
     def __post_init__(self) -> None:
         check_record(self)
+        if self.rows.numel() and int(self.rows.min()) < 0:
+            raise ShapeError(f"{type(self).__name__}.rows counts rows of the rollouts from 0, and has {int(self.rows.min())}")
         if self.origin.numel() and not 0 <= int(self.origin.min()) <= int(self.origin.max()) < len(self.batches):
             raise ShapeError(f"{type(self).__name__}.origin names a batch beyond the {len(self.batches)} in batches")
 

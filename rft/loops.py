@@ -75,19 +75,22 @@ def collect_groups(
     """Dynamic sampling: generates for one batch of prompts after the other until every rank has enough groups that teach.
 
     The first `wanted.groups` of them are kept, in order, as rollouts of their own; what is left over goes, as it would be stale by the
-    next step. All responses to a prompt must be of one batch. The k-th batch is sampled with draw k, so prompts that come again
-    get other responses. Collective: all ranks take equally many batches of prompts. Raises `TooFewGroups`, with the state living, and
+    next step. The k-th batch is sampled with draw k, so a prompt that comes again gets other responses; once it is kept, it is not
+    kept again. Collective: all ranks take equally many batches of prompts. Raises `TooFewGroups`, with the state living, and
     `BadInput` where `batches` ends too early.
 
     Known as: verl `algorithm.filter_groups`; OpenRLHF `--dynamic_filtering`; LightRFT `--dynamic_sampling`.
     Source: Yu et al., DAPO, https://arxiv.org/abs/2503.14476
     """
     parts, missing = list[tuple[Collected, Int64[Tensor, "row"]]](), wanted.groups
+    taken = torch.zeros(0, dtype=torch.int64)
     for attempt in range(wanted.bound):
         collected = collect(state, _next(batches), sampling, reward, draw=attempt)
-        rows = _first_groups(collected.rollouts.groups, _kept(wanted, collected), missing)
+        ids = collected.rollouts.groups
+        rows = _first_groups(ids, _kept(wanted, collected) & ~torch.isin(ids, taken), missing)
         parts.append((collected, rows))
-        missing -= len(collected.rollouts.groups[rows].unique())
+        taken = torch.cat([taken, ids[rows].unique()])
+        missing = wanted.groups - len(taken)
         if not average(state, {"missing": [missing]})["missing"]:  # on any rank
             return _assembled(parts)
     if wanted.at_bound == "raise":

@@ -38,6 +38,11 @@ def find_model(model: str) -> ModelFolder:
     return ModelFolder(folder, config, tokenizer)
 
 
+def attention_of(config: Any) -> str | None:
+    """The attention to ask transformers for: the plain one where it caps its scores, which the default one leaves out; None: any."""
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
+
+
 def _from_hub(model: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

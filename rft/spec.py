@@ -1,6 +1,7 @@
 """What `launch` is given: typed, frozen, and the source of the command line. What cannot work is refused here, with the reason."""
 
 import dataclasses as dc
+import math
 from typing import Literal, Protocol
 
 from rft.engines.protocol import Engine
@@ -105,8 +106,11 @@ class FSDP2Trainer:
 
     def __post_init__(self) -> None:
         _at_least_one(self, "micro_batch_tokens")
-        if self.lr < 0 or self.eps <= 0 or self.weight_decay < 0 or self.max_grad_norm <= 0 or self.warmup_steps < 0:
-            raise BadInput(f"lr, weight_decay and warmup_steps must be at least 0, eps and max_grad_norm above 0; got {self}")
+        numbers = 0 <= self.lr < math.inf and self.eps > 0 and 0 <= self.weight_decay < math.inf and self.max_grad_norm > 0
+        if not numbers or self.warmup_steps < 0 or not all(0 <= beta < 1 for beta in self.betas):
+            raise BadInput(
+                f"lr, weight_decay and warmup_steps must be at least 0, eps and max_grad_norm above 0, betas in [0, 1); got {self}"
+            )
         if self.schedule != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
             raise BadInput(
                 f"schedule={self.schedule!r} needs total_steps above warmup_steps={self.warmup_steps}, got total_steps={self.total_steps}"

@@ -104,6 +104,9 @@ def test_rewards_and_advantages_fit_their_rollouts() -> None:
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_k": -1},
+        {"top_k": 2.5},
+        {"max_new_tokens": 1.5},
+        {"samples": 2.0},
     ],
 )
 def test_sampling_refuses_what_cannot_work(wrong: dict[str, Any]) -> None:

@@ -172,6 +172,14 @@ def test_prompts_that_come_again_get_other_responses(begun: State) -> None:
     assert seen[:half] != seen[half:]
 
 
+def test_a_prompt_that_is_kept_is_not_kept_again(begun: State) -> None:
+    wanted = rft.Wanted(groups=4, bound=6, at_bound="take")
+    collected = rft.collect_groups(rft.refresh(begun), itertools.repeat(PROMPTS), MANY, by_length, wanted)
+    counts = collected.rollouts.groups.unique(return_counts=True)[1]
+    assert counts.tolist() == [MANY.samples] * len(counts)
+    assert len(counts) <= 3
+
+
 @pytest.mark.parametrize("given", [torch.ones(2, dtype=torch.bool), torch.ones(12)])
 def test_what_does_not_say_of_each_row_whether_it_is_kept_is_refused(begun: State, given: torch.Tensor) -> None:
     wanted = rft.Wanted(groups=1, bound=1, keep=lambda _: given)

@@ -211,6 +211,9 @@ def test_a_step_without_the_reference_says_what_to_write() -> None:
         lambda: reference_kl(-0.1, estimator=kl.k3),
         lambda: reference_kl(0.1, estimator=kl.k2, off_policy=True),
         lambda: imitation(-1.0),
+        lambda: imitation(math.nan),
+        lambda: reference_kl(math.nan, estimator=kl.k3),
+        lambda: entropy_bonus(math.inf),
         lambda: combined(),
         lambda: combined(grpo(), grpo()),
         lambda: policy_loss(losses.policy_gradient, tokens=partial(entropy.high_entropy_tokens, share=2.0)),
@@ -221,6 +224,47 @@ def test_nonsense_is_refused_when_it_is_composed(compose: object) -> None:
     assert callable(compose)
     with pytest.raises(BadInput):
         compose()
+
+
+def vector(scores: TokenScores, *_: object) -> rft.LossTerms:
+    return rft.LossTerms(loss=scores.logprobs, metrics={})
+
+
+def own_mean(scores: TokenScores, part: MicroBatch, totals: Totals) -> rft.LossTerms:
+    return rft.LossTerms(loss=-scores.logprobs[part.responses].mean() / totals.tokens, metrics={})
+
+
+def float_metric(scores: TokenScores, *_: object) -> rft.LossTerms:
+    return rft.LossTerms(loss=scores.logprobs.sum(), metrics={"x": 1.0})
+
+
+def reserved(scores: TokenScores, *_: object) -> rft.LossTerms:
+    return rft.LossTerms(loss=scores.logprobs.sum(), metrics={"grad_norm": scores.logprobs.sum()})
+
+
+def bare_tensor(scores: TokenScores, *_: object) -> Tensor:
+    return scores.logprobs.sum()
+
+
+@pytest.mark.parametrize(
+    ("objective", "says"),
+    [
+        (vector, r"scalar tensor, divided by the totals; it gave a tensor \(2, 3\)"),
+        (own_mean, "nothing sampled .* where it must be 0; divide by the totals"),
+        (float_metric, "the metric 'x' is a scalar tensor or a Metric; the objective gave float"),
+        (reserved, "cannot be called 'grad_norm'"),
+        (bare_tensor, "returns LossTerms.* gave Tensor"),
+        ("grpo", "part 1 must be a function"),
+    ],
+)
+def test_an_objective_that_no_trainer_could_use_is_refused_when_it_is_composed(objective: object, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        combined(objective)
+
+
+def test_names_of_other_systems_are_no_functions() -> None:
+    with pytest.raises(BadInput, match=r"policy_loss: aggregate must be a function, .* got 'token-mean'"):
+        policy_loss(CLIP, aggregate="token-mean")
 
 
 def test_a_parameter_that_is_missing_is_an_error_when_it_is_composed() -> None:

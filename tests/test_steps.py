@@ -345,6 +345,17 @@ def test_a_prompt_that_is_empty_or_too_long_is_refused(begun: State, tokens: int
         _ = rft.generate(ready, prompts, SAMPLING)
 
 
+@pytest.mark.parametrize("name", ["advantages", "logprobs", "reference"])
+def test_what_is_not_finite_at_a_sampled_token_is_refused(begun: State, name: str) -> None:
+    state, rollouts = with_old(begun)
+    minibatch = scripted_minibatch(rollouts)
+    values = torch.where(minibatch.sampled, torch.nan, 0.0)
+    with refused(state, BadInput, "train_step(state, minibatch, objective)", f"{name} are not finite at sampled tokens of rows [0"):
+        _ = rft.train_step(state, dc.replace(minibatch, **{name: values}), rft.grpo())
+    elsewhere = torch.where(minibatch.sampled, 0.0, torch.nan)
+    _ = rft.train_step(state, dc.replace(minibatch, **{name: elsewhere}), rft.grpo())
+
+
 def test_a_gradient_that_is_not_finite_leaves_the_state_living(begun: State) -> None:
     state, rollouts = with_old(begun)
 

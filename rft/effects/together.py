@@ -44,6 +44,8 @@ def _gathered(call: str, state: RuntimeState[Any, Any, Any, Any], rows: tuple[Te
     with runtime.lockstep.agreement():
         _check(call, rows)
     parts = runtime.lockstep.gather(rows)
+    if len({tuple(row.dim() for row in part) for part in parts}) > 1:
+        raise BadInput(f"{call}: ranks bring different tensors: {[tuple(tuple(row.shape) for row in part) for part in parts]}")
     first = sum(len(part[0]) for part in parts[: runtime.world.rank])
     return tuple(map(_stacked, zip(*parts, strict=True))), slice(first, first + len(rows[0]))
 
@@ -67,6 +69,8 @@ def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def _own(result: Tensor, *, rows: slice, count: int, width: int | None) -> Tensor:
+    if not result.dim():
+        raise ShapeError("over_ranks: the function gave one number for the whole batch; for such take its rows from all_rows(state, *rows)")
     if len(result) != count:
         raise ShapeError(f"over_ranks: the function was given {count} rows and gave {len(result)}; it must give a row for each")
     return result[rows] if result.dim() == 1 else result[rows, :width]

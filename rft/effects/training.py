@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from rft.effects.runtime import runtime_of
 from rft.effects.scoring import join
 from rft.errors import BadInput, NonFiniteGradient, RoleError, ShapeError
@@ -25,6 +27,7 @@ def step(
     with runtime.lockstep.agreement():
         _check(call, state, minibatch, objective)
         joined = None if old is None else join(call, old, minibatch)
+        _check_numbers(call, minibatch, joined)
     with runtime.ledger.irreversible("runtime", but=(BadInput, NonFiniteGradient, RoleError, ShapeError)):
         return runtime.trainer.step(minibatch, joined, objective)
 
@@ -33,6 +36,18 @@ def _check(call: str, state: RuntimeState[Any, Any, Any, Any], minibatch: object
     if not isinstance(minibatch, Minibatch):
         raise BadInput(f"{call} needs a Minibatch, got {type(minibatch).__name__}; take one from an Experience with `minibatches`")
     if not callable(objective):
-        raise BadInput(f"{call}: objective must be a function of (logprobs, micro-batch, totals), got {type(objective).__name__}")
+        raise BadInput(f"{call}: objective must be a function of (scores, micro-batch, totals), got {type(objective).__name__}")
     if state.roles.of(ACTOR_OPTIMIZER).where != "device":
         raise RoleError(f"{call}: the Actor's optimizer is on the host; write instead: state = reload(state, ACTOR_OPTIMIZER)")
+
+
+def _check_numbers(call: str, minibatch: Minibatch, old: Tensor | None) -> None:
+    """Raises `BadInput` for NaN or infinity at a sampled token: some would lose their gradient there, and nothing would show it."""
+    mask = minibatch.sampled & ~minibatch.demonstrated[:, None]
+    read = {"advantages": minibatch.advantages, "logprobs": minibatch.logprobs, "reference": minibatch.reference, "old log-probs": old}
+    for name, values in read.items():
+        if values is not None and not bool(values[mask].isfinite().all()):
+            rows = (~values.isfinite() & mask).any(dim=1).nonzero()[:, 0].tolist()
+            raise BadInput(
+                f"{call}: {name} are not finite at sampled tokens of rows {rows[:8]}; mend what gave them, or leave the rows out"
+            )

@@ -12,7 +12,7 @@ from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
 from rft.errors import BadInput, EngineFailed, MissingEngine
 from rft.experience import Sampling
-from rft.models import ModelFolder
+from rft.models import ModelFolder, attention_of
 from rft.ops.transfer import standing, transfer
 from rft.parallel.world import World
 from rft.spec import TransformersEngine
@@ -34,7 +34,9 @@ def build(spec: TransformersEngine, model: ModelFolder, world: World) -> "Transf
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise MissingEngine("the transformers engine needs transformers: pip install 'transformers>=5.17'") from error
-    module: Any = AutoModelForCausalLM.from_pretrained(model.path, dtype=getattr(torch, spec.dtype))
+    module: Any = AutoModelForCausalLM.from_pretrained(
+        model.path, dtype=getattr(torch, spec.dtype), attn_implementation=attention_of(model.config)
+    )
     return Transformers(module.to(world.device), end_tokens(model), max_model_len=spec.max_model_len, max_rows=spec.max_rows)
 
 

@@ -40,8 +40,8 @@ def grpo(
     `BadInput` for a `ddof` other than 0 or 1 and for a negative `eps`.
 
     Known as: TRL `GRPOConfig(scale_rewards="group")` (ddof 1, eps 1e-4); verl `algorithm.adv_estimator=grpo` (ddof 1, eps 1e-6, and a
-    group of one keeps its reward); OpenRLHF `--advantage_estimator group_norm`; LightRFT `--advantage_estimator group_norm` (ddof 1,
-    eps 1e-9).
+    group of one keeps its reward); OpenRLHF `--advantage_estimator group_norm` (ddof 1, eps 1e-9); LightRFT `--advantage_estimator
+    group_norm` (ddof 1, eps 1e-9).
     Source: Shao et al., DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1
     """
     require_within("grpo", 0, math.inf, eps=eps)

@@ -132,7 +132,7 @@ def geometric_rejection(old: Tokens, engine: Tokens, mask: Mask, *, low: float, 
 
         w = 1 where exp(1/n Σ_t l_t) lies in [low, high], 0 elsewhere,   the same for every token of a row
 
-    It filters alone; to weigh what is left, join it with another: `combined(geometric_rejection(…), truncated(…))`. The mean does not
+    It filters alone; to weigh what is left, join it with another by `combined`. The mean does not
     depend on the length, so its bounds are narrow, such as 1 ± 0.001. Raises `BadInput` unless 0 ≤ low ≤ 1 ≤ high.
 
     Known as: verl `rollout_rs="seq_mean_k1"`, formerly `"geometric"` (its bounds are of the inverse ratio); OpenRLHF
@@ -169,7 +169,8 @@ def combined(first: Correction, second: Correction) -> Correction:
 
         w_t = w¹_t w²_t
 
-    A token is kept where both keep it, and clipped where either cut its weight and it is kept.
+    A token is kept where both keep it, and clipped where either cut its weight and it is kept. In an objective it stands in a function
+    of its own: `def both(old, engine, mask): return combined(truncated(old, engine, mask, cap=2.0), masked(old, engine, mask, cap=8.0))`.
 
     Source: Liu et al., When Speed Kills Stability, part 3, https://richardli.xyz/rl-collapse
     """

@@ -3,6 +3,7 @@
 A group is the rows with the same number in `groups`, wherever they stand. All rows of a group must be here, those of other ranks too.
 Sums are taken in float64, where those of fp32 numbers are exact but for extreme ranges: so neither the order of rows nor ranks show in
 what is rounded to fp32 afterwards, and the mean of equal fp32 numbers is exactly that number.
+NaN or infinity among valid values raises `BadInput`.
 """
 
 import torch
@@ -10,6 +11,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from rft.errors import BadInput
+from rft.ops.parameters import require_finite
 from rft.shapes import checked
 
 
@@ -120,7 +122,9 @@ def rank(
 
 
 def _values(values: Tensor, valid: Tensor | None) -> Tensor:
-    return (values if valid is None else torch.where(valid, values, 0.0)).double()
+    read = values if valid is None else torch.where(valid, values, 0.0)
+    require_finite("values by group", read)
+    return read.double()
 
 
 def _total(values: Tensor, groups: Tensor) -> Tensor:

@@ -64,8 +64,8 @@ def ppo_clip(new: Tokens, old: Tokens, advantages: Tokens, mask: Mask, *, low: f
     A token is clipped, and has no gradient, where A > 0 and r > 1 + high, or A < 0 and r < 1 − low. PPO and GRPO use low = high = 0.2;
     DAPO's clip-higher low = 0.2 and high = 0.28. `low` of 1 or more is no lower bound. Raises `BadInput` for bounds not above 0.
 
-    Known as: TRL `epsilon`, `epsilon_high`; verl `loss_mode="vanilla"`, `clip_ratio_low`, `clip_ratio_high`; OpenRLHF `PolicyLoss`,
-    `clip_eps_low`, `clip_eps_high`; LightRFT `PolicyLoss`, `clip_eps`.
+    Known as: TRL `epsilon`, `epsilon_high`; verl `clip_ratio_low`, `clip_ratio_high` (whose default, `loss_mode="vanilla"`, is
+    `dual_clip`); OpenRLHF `PolicyLoss`, `clip_eps_low`, `clip_eps_high`; LightRFT `PolicyLoss`, `clip_eps`.
     Source: Schulman et al., Proximal Policy Optimization Algorithms, https://arxiv.org/abs/1707.06347; two bounds: Yu et al., DAPO,
     https://arxiv.org/abs/2503.14476
     """
@@ -83,7 +83,7 @@ def dual_clip(new: Tokens, old: Tokens, advantages: Tokens, mask: Mask, *, low: 
     Where A < 0 the ratio is not bounded from above by `ppo_clip`; here such tokens are clipped at r > limit. Raises `BadInput` for
     bounds not above 0, and for a limit that is not above 1 + high.
 
-    Known as: TRL `delta`; verl `clip_ratio_c`; OpenRLHF `PolicyLoss`, `dual_clip`.
+    Known as: TRL `delta`; verl `loss_mode="vanilla"`, `clip_ratio_c`; OpenRLHF `PolicyLoss`, `dual_clip`.
     Source: Ye et al., Mastering Complex Control in MOBA Games with Deep Reinforcement Learning, https://arxiv.org/abs/1912.09729
     """
     require_positive("dual_clip", low=low, high=high, **{"limit − (1 + high)": limit - (1 + high)})

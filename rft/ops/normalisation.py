@@ -15,7 +15,7 @@ from torch import Tensor
 from rft import tree
 from rft.errors import BadInput
 from rft.ops.masked import marked
-from rft.ops.parameters import require_within
+from rft.ops.parameters import require_finite, require_within
 from rft.shapes import check_record, checked
 
 
@@ -68,6 +68,7 @@ def batch_normalise(
 
 def _whitened(values: Tensor, weights: Tensor, mask: Tensor, eps: float, *, shift_mean: bool) -> Tensor:
     x = marked(values.detach(), mask).double()
+    require_finite("normalisation", x)
     total = weights.sum().clamp(min=1)
     mean = (weights * x).sum() / total
     deviation = (weights * (x - mean).square()).sum().div(total).sqrt()
@@ -112,6 +113,7 @@ def moments(values: Float[Tensor, "*axes"], valid: Bool[Tensor, "*axes"] | None 
     http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf
     """
     x = (values if valid is None else values[valid]).detach().float().double()
+    require_finite("moments", x)
     mean = x.sum() / max(1, x.numel())
     return RunningMoments(count=torch.full_like(mean, x.numel()), mean=mean, squares=(x - mean).square().sum())
 

@@ -1,5 +1,7 @@
 """Refusals of parameters that cannot work, in one wording."""
 
+from torch import Tensor
+
 from rft.errors import BadInput
 
 
@@ -15,6 +17,12 @@ def require_within(where: str, low: float, high: float, /, **values: float) -> N
     wrong = {name: value for name, value in values.items() if not low <= value <= high}
     if wrong:
         raise BadInput(f"{where}: {_listed(wrong)}, but must be between {low:g} and {high:g}")
+
+
+def require_finite(where: str, values: Tensor) -> None:
+    """Raises `BadInput` unless all values are finite: one that is not would make nothing of a whole batch."""
+    if not bool(values.isfinite().all()):
+        raise BadInput(f"{where}: {int((~values.isfinite()).sum())} of {values.numel()} values are NaN or infinite; mark them as not valid")
 
 
 def _listed(values: dict[str, float]) -> str:

@@ -22,10 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import get_total_norm
 
 from rft import tree
-from rft.errors import BadInput, NonFiniteGradient, RftError, RoleError, RuntimePoisoned, ShapeError
+from rft.errors import BadInput, NonFiniteGradient, RoleError, RuntimePoisoned, ShapeError
 from rft.experience import Minibatch
 from rft.models import ModelFolder
-from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals
+from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals, check_terms
 from rft.ops.metrics import Metric, host, merged, read
 from rft.ops.packing import unpack
 from rft.parallel.batches import Batches
@@ -60,6 +60,7 @@ class _FSDP2:
         self._optimizer: Any = _adamw(self._parameters, spec)
         moments = [self._optimizer.state[p][name] for p in self._parameters for name in ("exp_avg", "exp_avg_sq")]
         self._shelves = {"model": Shelf(_local(self._parameters)), "optimizer": Shelf(_local(moments))}
+        self._vocab: int = self._model.get_input_embeddings().num_embeddings
         self._steps = 0
 
     # ---- weights ----
@@ -100,7 +101,7 @@ class _FSDP2:
         temperature: float,
     ) -> Float32[Tensor, "batch seq"]:
         self._require("model")
-        plan, _ = self._agree(share_of(mask, wanted))
+        plan, _ = self._agree(share_of(tokens, mask, wanted, vocab=self._vocab))
         result, heat = torch.zeros(tokens.shape), torch.full((len(tokens),), temperature)
         self._scorer.eval()
         with torch.no_grad(), self._attention():
@@ -114,32 +115,49 @@ class _FSDP2:
         self._require("model", "optimizer")
         if old is not None and old.shape != batch.tokens.shape:
             raise ShapeError(f"old log-probs of shape {tuple(old.shape)} for a mini-batch of {tuple(batch.tokens.shape)}")
-        plan, totals = self._agree(share_of(batch.mask, batch.sampled, batch.demonstrated))
+        plan, totals = self._agree(share_of(batch.tokens, batch.mask, batch.sampled, batch.demonstrated, vocab=self._vocab))
         if totals.tokens + totals.demonstrated == 0:
             raise BadInput("no rank brought a sampled or demonstrated token to this step, so there is nothing to learn from")
         self._scorer.train()
         try:
             cuts = enumerate((cut(batch, old, rows) for rows in plan), start=1)
             with self._attention():
-                parts = [self._accumulate(micro, totals, objective, last=number == len(plan)) for number, micro in cuts]
-            self._reshard()
-            return {**self._together(parts), **self._update()}
+                parts = [self._accumulate(micro, totals, objective, number == 1, number == len(plan)) for number, micro in cuts]
+            metrics = self._together(parts)
+            if not math.isfinite(metrics["loss"]):
+                raise NonFiniteGradient(f"the loss is {metrics['loss']} at step {self._steps}; the optimizer was not touched")
+            return {**metrics, **self._update()}
         finally:
+            self._reshard()
             self._optimizer.zero_grad()
 
-    def _accumulate(self, micro: MicroBatch, totals: Totals, objective: Objective, *, last: bool) -> dict[str, Tensor | Metric]:
+    def _accumulate(self, micro: MicroBatch, totals: Totals, objective: Objective, first: bool, last: bool) -> dict[str, Tensor | Metric]:
         """Adds one micro-batch's gradient to the step's; returns its shares of the metrics and the loss."""
         if self._spec.keep_gathered:
             self._scorer.set_reshard_after_backward(last)
             self._scorer.set_requires_gradient_sync(last)
         rows = micro.rows
         new = self._scores(rows.tokens, rows.mask, rows.sampled, rows.temperature)
-        terms = _asked(objective, new, tree.tree_map(self._here, micro), totals)
+        terms = self._asked(objective, new, tree.tree_map(self._here, micro), totals, first)
         # FSDP averages over the ranks, and the objective has divided by the global batch already. A loss that does not look at the
         # log-probs (a filler's, say) has a gradient too, of 0: every rank runs every backward pass.
         torch.autograd.backward(terms.loss * self._world.size + 0 * new.logprobs.sum())
         shares = {**terms.metrics, "loss": terms.loss}
         return {name: value.detach() if isinstance(value, Tensor) else value for name, value in shares.items()}
+
+    def _asked(self, objective: Objective, new: TokenScores, micro: MicroBatch, totals: Totals, first: bool) -> LossTerms:
+        """The objective's answer. On the first micro-batch ranks agree on it, since nothing has been written yet and no rank waits."""
+        terms, failure = None, None
+        try:
+            terms = check_terms(objective(new, micro, totals))
+        except Exception as error:  # noqa: BLE001 (it is raised again below, with what it means for the runtime)
+            failure = error
+        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        if first and (all_told := [f"rank {rank}: {what}" for rank, what in enumerate(gather(self._world, told)) if what]):
+            raise BadInput(f"the objective failed, and nothing was changed; {'; '.join(all_told)}") from failure
+        if terms is None:
+            raise RuntimePoisoned(f"the objective failed in the middle of a step, after earlier micro-batches; {told}") from failure
+        return terms
 
     def _scores(self, tokens: Tensor, mask: Tensor, wanted: Tensor, temperature: Tensor) -> TokenScores:
         """Of the wanted tokens of rows that lie on the host: `[batch, seq]` on the device, 0 elsewhere."""
@@ -226,14 +244,6 @@ def _shard(root: Scorer, spec: FSDP2Trainer, world: World) -> None:
         sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not spec.keep_gathered)
         if world.device.type == "cpu" and world.size > 1:
             sharded.set_custom_reduce_scatter(GlooReduceScatter())
-
-
-def _asked(objective: Objective, new: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
-    """The objective's answer. Its own refusals come too late to be taken for ours: earlier micro-batches have left gradients."""
-    try:
-        return objective(new, micro, totals)
-    except RftError as error:
-        raise RuntimePoisoned(f"the objective failed in the middle of a step: {type(error).__name__}: {error}") from error
 
 
 def _adamw(parameters: list[Any], spec: FSDP2Trainer) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rft.errors import BadInput
-from rft.models import ModelFolder
+from rft.models import ModelFolder, attention_of
 
 
 def load(folder: ModelFolder, *, checkpointing: bool) -> Any:
@@ -24,7 +24,13 @@ def load(folder: ModelFolder, *, checkpointing: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = _without_dropout(copy.deepcopy(folder.config))
-    options: dict[str, Any] = {"config": config, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    options: dict[str, Any] = {
+        "config": config,
+        "dtype": torch.float32,
+        "output_loading_info": True,
+        "attn_implementation": attention_of(config),
+        "ignore_mismatched_sizes": True,
+    }
     try:
         with _without_progress_bars():
             model, report = cast(Any, AutoModelForCausalLM).from_pretrained(folder.path, **options)

@@ -29,22 +29,30 @@ class Share:
 
 
 def share_of(
-    mask: Bool[Tensor, "batch seq"], wanted: Bool[Tensor, "batch seq"], demonstrated: Bool[Tensor, "batch"] | None = None
+    tokens: Int64[Tensor, "batch seq"],
+    mask: Bool[Tensor, "batch seq"],
+    wanted: Bool[Tensor, "batch seq"],
+    demonstrated: Bool[Tensor, "batch"] | None = None,
+    *,
+    vocab: int,
 ) -> Share:
     """This rank's rows. What is wrong with them is told, not raised. A row without tokens counts as one of length 1."""
     shown = torch.zeros(len(mask), dtype=torch.bool) if demonstrated is None else demonstrated
     lengths, counts = mask.sum(dim=1).clamp(min=1), wanted.sum(dim=1)
     rows = Rows(lengths=tuple(lengths.tolist()), sampled=tuple(counts.tolist()), demonstrated=tuple(shown.tolist()))
-    return Share(rows=rows, problem=_problem(mask, wanted))
+    return Share(rows=rows, problem=_problem(tokens, mask, wanted, vocab))
 
 
-def _problem(mask: Tensor, wanted: Tensor) -> str | None:
+def _problem(tokens: Tensor, mask: Tensor, wanted: Tensor, vocab: int) -> str | None:
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
         return "a row must start at column 0 and have no hole in its mask"
     if bool(wanted[:, :1].any()):
         return "the token at column 0 cannot be sampled: none comes before it"
     if bool((wanted & ~mask).any()):
         return "what is padding cannot be sampled"
+    real = tokens[mask]
+    if bool(((real < 0) | (real >= vocab)).any()):
+        return f"tokens go from {int(real.min())} to {int(real.max())}, and the model's vocabulary from 0 to {vocab - 1}"
     return None
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
 from rft.engines.faults import Faults
-from rft.engines.scripted import scripted_logprob
+from rft.engines.scripted import VOCABULARY, scripted_logprob
 from rft.experience import Minibatch
 from rft.objectives import MicroBatch, Objective, TokenScores
 from rft.ops.metrics import read
@@ -56,7 +56,7 @@ class ScriptedTrainer:
             raise RuntimeError("the optimizer is offloaded")
         new = (self._logprobs(batch.tokens, batch.mask) * batch.sampled).requires_grad_()
         scores = TokenScores(logprobs=new, entropy=torch.zeros_like(new))
-        whole = totals([share_of(batch.mask, batch.sampled, batch.demonstrated).rows])
+        whole = totals([share_of(batch.tokens, batch.mask, batch.sampled, batch.demonstrated, vocab=VOCABULARY).rows])
         terms = objective(scores, MicroBatch(rows=batch, old=old), whole)
         self.weights = {name: tensor + 1 for name, tensor in self.weights.items()}
         self._pass("step")

@@ -99,3 +99,8 @@ def test_refusals() -> None:
         grouped.deviation(torch.zeros(2), torch.zeros(2, dtype=torch.int64), ddof=2)
     with pytest.raises(ShapeError, match="mean"):
         grouped.mean(torch.zeros(3), torch.zeros(2, dtype=torch.int64))
+
+
+def test_what_is_not_finite_is_refused() -> None:
+    with pytest.raises(BadInput, match="mark them as not valid"):
+        grouped.mean(torch.tensor([1.0, float("nan")]), torch.tensor([0, 0]))

@@ -248,3 +248,17 @@ def test_refusals() -> None:
             RunningMoments(mean=wrong)
     with pytest.raises(ShapeError, match="whiten"):
         whiten(torch.zeros(2), torch.ones(3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_refused_and_not_made_nothing_of(bad: float) -> None:
+    values, marked = torch.tensor([bad, 1.0, 2.0]), torch.ones(3, dtype=torch.bool)
+    for call in (
+        lambda: whiten(values, marked),
+        lambda: batch_normalise(values),
+        lambda: moments(values),
+    ):
+        with pytest.raises(BadInput, match="1 of 3 values are NaN or infinite"):
+            call()
+    without = torch.tensor([False, True, True])
+    assert batch_normalise(values, without).tolist() == pytest.approx([0.0, -1.0, 1.0])

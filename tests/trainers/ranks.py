@@ -294,11 +294,24 @@ def metrics(world: World) -> Any:
 
 
 def failing_objective(world: World) -> Any:
-    def objective(new: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
-        cropped = TokenScores(logprobs=new.logprobs[:, 1:], entropy=new.entropy[:, 1:])
-        return grpo()(cropped, micro, totals)
+    """One that fails at once, on the last rank alone; a good step after it, beside a trainer that never saw it; one that fails later."""
+    batch, old = share(world)
+    hurt, well = build(world, micro_batch_tokens=30), build(world, micro_batch_tokens=30)
+    calls: list[int] = []
 
-    return refusal(lambda: build(world).step(share(world)[0], None, objective), RuntimePoisoned)
+    def at_once(new: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
+        wide = int(world.rank == world.size - 1)
+        return grpo()(TokenScores(logprobs=new.logprobs[:, wide:], entropy=new.entropy[:, wide:]), micro, totals)
+
+    def later(new: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
+        calls.append(1)
+        terms = grpo()(new, micro, totals)
+        return terms if len(calls) == 1 else dc.replace(terms, loss=new.logprobs)
+
+    refused = refusal(lambda: hurt.step(batch, old, at_once), BadInput)
+    metrics = [trainer.step(batch, old, grpo()) for trainer in (hurt, well)]
+    poisoned = refusal(lambda: hurt.step(batch, old, later), RuntimePoisoned)
+    return {"refused": refused, "metrics": metrics, "poisoned": poisoned, "weights": (weights(hurt), weights(well))}
 
 
 def refusal(call: Callable[[], Any], kind: type[RftError] = RftError) -> list[str]:

@@ -252,6 +252,17 @@ def test_bad_batches_are_refused_on_all_ranks(seen: list[dict[str, Any]]) -> Non
         assert metrics == pytest.approx(rank["gradients"]["first step"]["metrics"], rel=1e-4, abs=1e-6)  # nothing of them stayed
 
 
-def test_an_objective_that_fails_in_the_middle_of_a_step_is_no_refusal(seen: list[dict[str, Any]]) -> None:
+def test_an_objective_that_fails_at_once_is_refused_and_nothing_is_left_of_it(seen: list[dict[str, Any]]) -> None:
     for rank in seen:
-        assert "in the middle of a step: ShapeError: " in rank["failing_objective"][0]
+        result = rank["failing_objective"]
+        assert f"nothing was changed; rank {len(seen) - 1}: ShapeError: " in result["refused"][0]
+        assert result["metrics"][0] == result["metrics"][1]
+        assert same(*result["weights"])
+
+
+def test_an_objective_that_fails_later_in_a_step_is_no_refusal(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        assert (
+            "in the middle of a step, after earlier micro-batches; BadInput: an objective's loss is a scalar"
+            in (rank["failing_objective"]["poisoned"][0])
+        )

@@ -12,13 +12,15 @@ OLD = some_old(SOURCE, SOURCE.logprobs)
 
 
 def test_a_share_counts_what_was_sampled() -> None:
-    share = share_of(BATCH.mask, BATCH.sampled, torch.arange(8) == 2)
+    share = share_of(BATCH.tokens, BATCH.mask, BATCH.sampled, torch.arange(8) == 2, vocab=250)
     assert share.rows.lengths == tuple(length for length, _ in ROWS)
     assert share.rows.sampled == tuple(length - max(prompt, 1) for length, prompt in ROWS)
     assert share.rows.demonstrated == (False, False, True, False, False, False, False, False)
     assert share.problem is None
-    assert share_of(BATCH.mask[:0], BATCH.sampled[:0]).rows.lengths == ()
-    assert share_of(torch.tensor([[False]]), torch.tensor([[False]])).rows.lengths == (1,)  # a row without tokens takes a place
+    assert share_of(BATCH.tokens[:0], BATCH.mask[:0], BATCH.sampled[:0], vocab=250).rows.lengths == ()
+    assert share_of(torch.tensor([[9]]), torch.tensor([[False]]), torch.tensor([[False]]), vocab=1).rows.lengths == (
+        1,
+    )  # a row without tokens takes a place
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,9 @@ def test_a_share_counts_what_was_sampled() -> None:
     ],
 )
 def test_a_share_tells_what_is_wrong(mask: list[bool], sampled: list[bool], word: str) -> None:
-    assert word in str(share_of(torch.tensor([mask]), torch.tensor([sampled])).problem)
+    assert word in str(
+        share_of(torch.zeros(1, len(mask), dtype=torch.int64), torch.tensor([mask]), torch.tensor([sampled]), vocab=1).problem
+    )
 
 
 def test_rows_are_cut_to_their_longest_and_old_logprobs_with_them() -> None:
@@ -73,3 +77,10 @@ def test_to_width_crops_and_pads() -> None:
     assert to_width(value, 2).tolist() == [[1, 2]]
     assert to_width(value, 5).tolist() == [[1, 2, 3, 0, 0]]
     assert to_width(torch.tensor([[True]]), 2).tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("token", [-1, 250])
+def test_tokens_that_the_model_does_not_know_are_told(token: int) -> None:
+    tokens = torch.tensor([[3, token]])
+    share = share_of(tokens, torch.ones(1, 2, dtype=torch.bool), torch.tensor([[False, True]]), vocab=250)
+    assert f"{max(token, 3)}, and the model's vocabulary from 0 to 249" in str(share.problem)

@@ -1,93 +1,36 @@
-"""What a loss is to a trainer, and how one is composed.
+"""Objectives are composed of small ones, each with its own coefficient; their formulas are those of `rft.ops`, with parameters bound.
 
-An `Objective` maps the Actor's scores of one micro-batch to its share of the step's loss. A trainer knows no formula and an objective
-no rank: the trainer cuts the global batch into micro-batches and adds up what the objective gives, over micro-batches and ranks; the
-objective divides by the whole batch's `Totals`. So a batch has one loss and one gradient, however it is split.
-
-An objective is composed of small ones, each with its own coefficient, by `combined`; their formulas are those of `rft.ops`, given as
-functions with their parameters bound:
-
-    combined(
-        policy_loss(partial(losses.ppo_clip, low=0.2, high=0.28), correction=partial(corrections.truncated, cap=2.0)),
-        reference_kl(0.01, estimator=kl.k3),
-        entropy_bonus(0.001),
-    )
+combined(
+    policy_loss(partial(losses.ppo_clip, low=0.2, high=0.28), correction=partial(corrections.truncated, cap=2.0)),
+    reference_kl(0.01, estimator=kl.k3),
+    entropy_bonus(0.001),
+)
 """
 
-import dataclasses as dc
-from collections.abc import Callable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float32
 from torch import Tensor
 
-from rft import tree
 from rft.errors import BadInput
-from rft.experience import Minibatch
+from rft.objectives.protocol import LossTerms, MicroBatch, Objective, TokenScores, check_terms, tried
 from rft.ops import corrections, losses
 from rft.ops.aggregation import Aggregation, Totals, token_mean
 from rft.ops.corrections import Correction
 from rft.ops.kl import importance_weighted, k1, k3
 from rft.ops.masked import masked_mean
 from rft.ops.metrics import Metric
-from rft.shapes import check_record
-from rft.state import BatchId
 
-
-@dc.dataclass(frozen=True, kw_only=True, eq=False)
-class TokenScores:
-    """What the Actor says of each token now, with gradient; 0 where nothing is sampled."""
-
-    logprobs: Float32[Tensor, "batch seq"]
-    """log p(token t | before t), in nats, at the row's temperature."""
-    entropy: Float32[Tensor, "batch seq"]
-    """Of the distribution that token t is drawn from, in nats, at the row's temperature."""
-
-    def __post_init__(self) -> None:
-        check_record(self)
-
-
-@tree.record
-@dc.dataclass(frozen=True, kw_only=True, eq=False)
-class MicroBatch:
-    """What one forward pass takes: rows of a mini-batch, cut to their longest, with the old log-probs joined.
-
-    `old` is None where the objective is to take its own detached log-probs (the first step). A filler row, which keeps the ranks'
-    counts equal, has nothing sampled and contributes nothing.
-    """
-
-    rows: Minibatch
-    old: Float32[Tensor, "batch seq"] | None
-
-    @property
-    def responses(self) -> Bool[Tensor, "batch seq"]:
-        """The sampled tokens of rows that are no demonstrations: what a policy loss is about."""
-        return self.rows.sampled & ~self.rows.demonstrated[:, None]
-
-
-@dc.dataclass(frozen=True, kw_only=True)
-class LossTerms:
-    """What an objective gives for one micro-batch.
-
-    `loss` is a scalar, already divided by the step's `Totals`, so that the sum over micro-batches and ranks is the loss of the
-    global batch. A metric is a scalar, scaled likewise, or a `Metric` that knows how it adds up.
-    """
-
-    loss: Tensor
-    metrics: Mapping[str, Tensor | Metric]
-
-
-Objective = Callable[[TokenScores, MicroBatch, Totals], LossTerms]
-"""(the Actor's scores of the micro-batch's tokens, with gradient; the micro-batch; the totals) -> loss and metrics."""
-
-Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor], losses.Surrogate]
+SurrogateFunction = Callable[[Tensor, Tensor, Tensor, Tensor], losses.Surrogate]
 """(new, old, advantages, mask), each `[batch, seq]` -> the loss of each token: a function of `ops.losses`, parameters bound."""
 CorrectionFunction = Callable[[Tensor, Tensor, Tensor], Correction]
 """(old, engine, mask), each `[batch, seq]` -> weights: a function of `ops.corrections`, parameters bound."""
-Estimator = Callable[[Tensor, Tensor], Tensor]
+EstimatorFunction = Callable[[Tensor, Tensor], Tensor]
 """(p, q) -> KL(p ‖ q) of each token: a function of `ops.kl`."""
-Choice = Callable[[Tensor, Tensor], Tensor]
+ChoiceFunction = Callable[[Tensor, Tensor], Tensor]
 """(entropy, mask) -> which of the marked tokens are trained on: a function of `ops.entropy`, parameters bound."""
 
 
@@ -96,21 +39,22 @@ def combined(*parts: Objective) -> Objective:
 
         loss = Σ_k loss_k
 
-    Every part is tried once on two made-up rows, so that what is wrong with a parameter is said here and not in mid-step. Raises
-    `BadInput` for no part, for two metrics of one name, and what the parts raise.
+    The whole is tried on made-up rows, a filler among them, so that what is wrong is said here and not in mid-step. Raises `BadInput` for
+    no part, for what is no function, for two metrics of one name, for a loss or metric that no trainer could use, and what parts raise.
     """
     if not parts:
         raise BadInput("combined(*parts) needs at least one objective")
+    _require_functions("combined(*parts)", **{f"part {number}": part for number, part in enumerate(parts, start=1)})
 
     def objective(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
-        terms = [part(scores, micro, totals) for part in parts]
-        names = [name for term in terms for name in term.metrics]
-        if len(set(names)) < len(names):
-            raise BadInput(f"two parts of a combined objective report a metric of the same name; they report {', '.join(names)}")
+        terms = [check_terms(part(scores, micro, totals)) for part in parts]
+        names = Counter(name for term in terms for name in term.metrics)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise BadInput(f"combined(*parts): more than one part reports {', '.join(twice)}; a combination takes one part of a kind")
         metrics = {name: value for term in terms for name, value in term.metrics.items()}
         return LossTerms(loss=torch.stack([term.loss for term in terms]).sum(), metrics=metrics)
 
-    return _tried(objective)
+    return tried(objective)
 
 
 def grpo(*, clip: float = 0.2, correction_cap: float | None = None) -> Objective:
@@ -129,11 +73,11 @@ def grpo(*, clip: float = 0.2, correction_cap: float | None = None) -> Objective
 
 
 def policy_loss(
-    surrogate: Surrogate,
+    surrogate: SurrogateFunction,
     *,
     aggregate: Aggregation = token_mean,
     correction: CorrectionFunction | None = None,
-    tokens: Choice | None = None,
+    tokens: ChoiceFunction | None = None,
 ) -> Objective:
     """A surrogate of `ops.losses`, corrected, restricted to some tokens, and aggregated.
 
@@ -145,8 +89,10 @@ def policy_loss(
 
     Metrics, means over the sampled tokens of the global batch: `policy_loss`, `clip_fraction`, `ratio_mean`, `entropy`, `kl` (k3 of old
     to new), `engine_kl` (k3 of the distribution sampled from to new); with a correction those of `corrections.mismatch`; with `tokens`
-    `chosen_fraction`.
+    `chosen_fraction`. Raises `BadInput` for what is no function, and what the functions raise.
     """
+    given = {"surrogate": surrogate, "aggregate": aggregate, "correction": correction, "tokens": tokens}
+    _require_functions("policy_loss", **{name: value for name, value in given.items() if value is not None})
 
     def objective(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
         new, mask, engine = scores.logprobs, micro.responses, micro.rows.logprobs
@@ -164,7 +110,7 @@ def policy_loss(
         loss = aggregate(loss, mask, totals)
         return LossTerms(loss=loss, metrics={**metrics, "policy_loss": loss.detach()})
 
-    return _tried(objective)
+    return tried(objective)
 
 
 def _seen(
@@ -181,7 +127,9 @@ def _seen(
     return {name: masked_mean(value, mask, totals.tokens) for name, value in means.items()}
 
 
-def reference_kl(coefficient: float, *, estimator: Estimator, aggregate: Aggregation = token_mean, off_policy: bool = False) -> Objective:
+def reference_kl(
+    coefficient: float, *, estimator: EstimatorFunction, aggregate: Aggregation = token_mean, off_policy: bool = False
+) -> Objective:
     """A penalty on the KL of the Actor to the Reference, in the loss.
 
         loss = coefficient · aggregate_t( w_t · estimator(new_t, reference_t) ),   w_t = 1
@@ -194,8 +142,9 @@ def reference_kl(coefficient: float, *, estimator: Estimator, aggregate: Aggrega
     Known as: TRL `beta` of `GRPOConfig`; verl `actor_rollout_ref.actor.use_kl_loss`; OpenRLHF `--use_kl_loss`.
     Source: Shao et al., DeepSeekMath, https://arxiv.org/abs/2402.03300
     """
-    if coefficient < 0:
-        raise BadInput(f"reference_kl: the coefficient must be at least 0, got {coefficient}")
+    _require_functions("reference_kl", estimator=estimator, aggregate=aggregate)
+    if not 0 <= coefficient < math.inf:
+        raise BadInput(f"reference_kl: the coefficient must be a number of at least 0, got {coefficient}")
     if off_policy and estimator not in (k1, k3):
         raise BadInput(
             "reference_kl: off_policy weights an estimator without bias, so it takes kl.k1 or kl.k3; its gradient is the KL's then"
@@ -212,7 +161,7 @@ def reference_kl(coefficient: float, *, estimator: Estimator, aggregate: Aggrega
         metrics = {"reference_kl": masked_mean(values.detach(), mask, totals.tokens)}
         return LossTerms(loss=coefficient * aggregate(values, mask, totals), metrics=metrics)
 
-    return _tried(objective)
+    return tried(objective)
 
 
 def entropy_bonus(coefficient: float, *, aggregate: Aggregation = token_mean) -> Objective:
@@ -220,18 +169,22 @@ def entropy_bonus(coefficient: float, *, aggregate: Aggregation = token_mean) ->
 
         loss = −coefficient · aggregate_t( H_t ),   H_t = −Σ_v p_t(v) log p_t(v)
 
-    The gradient is exact: over the whole vocabulary, not of the sampled token. A negative coefficient is a penalty.
+    The gradient is exact: over the whole vocabulary, not of the sampled token. A negative coefficient is a penalty. Raises `BadInput` for
+    one that is not finite.
 
     Known as: verl `actor_rollout_ref.actor.entropy_coeff`.
     Source: Williams and Peng, Function Optimization Using Connectionist Reinforcement Learning Algorithms,
     https://doi.org/10.1080/09540099108946587
     """
+    _require_functions("entropy_bonus", aggregate=aggregate)
+    if not math.isfinite(coefficient):
+        raise BadInput(f"entropy_bonus: the coefficient must be a finite number, got {coefficient}")
 
     def objective(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
         loss = -coefficient * aggregate(scores.entropy, micro.responses, totals)
         return LossTerms(loss=loss, metrics={"entropy_bonus": -loss.detach()})
 
-    return _tried(objective)
+    return tried(objective)
 
 
 def imitation(coefficient: float) -> Objective:
@@ -239,21 +192,22 @@ def imitation(coefficient: float) -> Objective:
 
         loss = −coefficient / N Σ_t log p(token t | before t),   N = tokens of demonstrations in the global batch
 
-    Put them there with `concatenate(experience, demonstrations(…))`; without any it is 0. Reports `imitation_loss`, without the
+    Put them there with `concatenate(experience, demonstrations(…))`; without any it is 0. The global batch is that of one step: a batch cut
+    into several mini-batches weighs its demonstrations by those that came into each. Reports `imitation_loss`, without the
     coefficient. Raises `BadInput` for a negative coefficient.
 
     Known as: OpenRLHF `--ptx_coef` (of its earlier releases).
     Source: Ouyang et al., Training language models to follow instructions with human feedback, https://arxiv.org/abs/2203.02155
     """
-    if coefficient < 0:
-        raise BadInput(f"imitation: the coefficient must be at least 0, got {coefficient}")
+    if not 0 <= coefficient < math.inf:
+        raise BadInput(f"imitation: the coefficient must be a number of at least 0, got {coefficient}")
 
     def objective(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
         mask = micro.rows.sampled & micro.rows.demonstrated[:, None]
         loss = masked_mean(losses.negative_log_likelihood(scores.logprobs), mask, totals.demonstrated)
         return LossTerms(loss=coefficient * loss, metrics={"imitation_loss": loss.detach()})
 
-    return _tried(objective)
+    return tried(objective)
 
 
 def supervised() -> Objective:
@@ -271,26 +225,7 @@ def supervised() -> Objective:
     return objective
 
 
-def _tried(objective: Objective) -> Objective:
-    """The objective, if it can be applied to two made-up rows, one sampled and one demonstrated; raises what it raises."""
-    flat, wide = torch.zeros(2), torch.zeros(2, 3)
-    marked = torch.tensor([[False, True, True]] * 2)
-    each = torch.arange(2)
-    rows = Minibatch(
-        batches=(BatchId("made up"),),
-        origin=torch.zeros_like(each),
-        rows=each,
-        tokens=torch.zeros(2, 3, dtype=torch.int64),
-        mask=torch.ones(2, 3, dtype=torch.bool),
-        sampled=marked,
-        logprobs=wide,
-        groups=each,
-        rewards=flat,
-        advantages=wide,
-        temperature=flat,
-        demonstrated=each == 1,
-        reference=wide,
-    )
-    scores, totals = TokenScores(logprobs=wide, entropy=wide), Totals(tokens=2, sequences=1, demonstrated=2)
-    _ = objective(scores, MicroBatch(rows=rows, old=wide), totals)
-    return objective
+def _require_functions(where: str, **given: object) -> None:
+    for name, value in given.items():
+        if not callable(value):
+            raise BadInput(f"{where}: {name} must be a function, such as those of rft.ops, with its parameters bound; got {value!r}")

@@ -1,0 +1,21 @@
+"""What a loss is to a trainer (`protocol`), and how one is composed of small ones (`compositions`)."""
+
+from rft.objectives.compositions import combined, entropy_bonus, grpo, imitation, policy_loss, reference_kl, supervised
+from rft.objectives.protocol import LossTerms, MicroBatch, Objective, TokenScores, check_terms
+from rft.ops.aggregation import Totals
+
+__all__ = [
+    "LossTerms",
+    "MicroBatch",
+    "Objective",
+    "TokenScores",
+    "Totals",
+    "check_terms",
+    "combined",
+    "entropy_bonus",
+    "grpo",
+    "imitation",
+    "policy_loss",
+    "reference_kl",
+    "supervised",
+]
