@@ -5,10 +5,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rft.engines.protocol import Request
+from rft.engines.transformers import build
 from rft.errors import BadInput
+from rft.experience import Sampling
 from rft.models import find_model
+from rft.parallel.world import open_world
+from rft.spec import TransformersEngine
 from rft.trainers import hugging_face
-from tests.models import tiny_model
+from tests.models import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +100,27 @@ def test_a_broken_write_leaves_what_was_there(folder: Path, tmp_path: Path, monk
     monkeypatch.undo()
     hugging_face.write(target, weights, model, found)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_attention_that_caps_its_scores_is_computed_as_such(tmp_path: Path) -> None:
+    """transformers' default attention leaves the cap out without a word; trainer and engine must not."""
+    from transformers import AutoModelForCausalLM, Gemma2Config
+
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Gemma2Config(
+        **sizes, num_key_value_heads=2, head_dim=8, initializer_range=0.5, attn_logit_softcapping=0.5, query_pre_attn_scalar=8
+    )
+    torch.manual_seed(0)
+    plain: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    plain.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    tokens = torch.arange(3, 15)[None]
+    expected = plain(input_ids=tokens).logits.detach()
+    loaded = hugging_face.load(find_model(str(tmp_path)), checkpointing=False).eval()
+    torch.testing.assert_close(loaded(input_ids=tokens).logits, expected, atol=1e-5, rtol=1e-5)
+    engine: Any = build(TransformersEngine(dtype="float32", max_model_len=64), find_model(str(tmp_path)), open_world(1, timeout_s=60))
+    table = expected[0].log_softmax(-1)
+    scores = [float(table[t - 1, tokens[0, t]]) for t in range(1, tokens.shape[1])]
+    assert engine.score([tuple(tokens[0].tolist())])[0] == pytest.approx(scores, abs=1e-4)
+    completion = engine.generate([Request(tokens=tuple(tokens[0].tolist()), seed=1)], Sampling(temperature=0, max_new_tokens=1))[0]
+    assert completion.logprobs[0] == pytest.approx(float(table[-1].max()), abs=1e-4)
