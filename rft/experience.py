@@ -24,6 +24,9 @@ from rft.state import BatchId, PolicyVersion
 DEMONSTRATIONS = BatchId("demonstrations")
 """The batch that demonstrated rows are of; no rollouts have it."""
 
+OPTIONAL = {"reference": "the Reference's log-probs", "values": "values", "returns": "returns"}
+"""Columns that an experience may do without."""
+
 Finish = Literal["stop", "length"]
 """Why a response ended: `stop`, it sampled an end token (which is part of it); `length`, it was cut off and has no end token."""
 
@@ -163,6 +166,10 @@ class Experience:
     demonstrated: Bool[Tensor, "batch"]
     reference: Float32[Tensor, "batch seq"] | None = None
     """log p of the frozen Reference, at the same temperature; for a penalty on the KL to it."""
+    values: Float32[Tensor, "batch seq"] | None = None
+    """The Critic's values when the batch was collected; for the advantages, and for a clip of new values near them."""
+    returns: Float32[Tensor, "batch seq"] | None = None
+    """What the Critic learns."""
 
     def __post_init__(self) -> None:
         check_record(self)
@@ -211,8 +218,10 @@ def experience(
     advantages: Float32[Tensor, "batch seq"],
     *,
     reference: Float32[Tensor, "batch seq"] | None = None,
+    values: Float32[Tensor, "batch seq"] | None = None,
+    returns: Float32[Tensor, "batch seq"] | None = None,
 ) -> Experience:
-    """Joins rollouts with rewards `[batch]`, advantages and the Reference's log-probs `[batch, seq]`, all float32.
+    """Joins rollouts with rewards `[batch]`, advantages, the Reference's log-probs, values and returns `[batch, seq]`, all float32.
 
     Raises `ShapeError` where they do not fit.
     """
@@ -230,6 +239,8 @@ def experience(
         temperature=torch.full_like(rewards, rollouts.sampling.temperature),
         demonstrated=torch.zeros_like(rollouts.groups, dtype=torch.bool),
         reference=reference,
+        values=values,
+        returns=returns,
     )
 
 
@@ -258,7 +269,8 @@ def demonstrations(tokens: Int64[Tensor, "batch seq"], mask: Bool[Tensor, "batch
 def concatenate(*parts: Experience) -> Experience:
     """One experience of several, padded to the longest.
 
-    Raises `BadInput` for none, and where some have the Reference's log-probs and others, that are no demonstrations, have not.
+    Raises `BadInput` for none, and where some have the Reference's log-probs, values or returns and others, that are no demonstrations,
+    have not.
     """
     if not parts:
         raise BadInput("concatenate needs at least one experience")
@@ -269,15 +281,19 @@ def concatenate(*parts: Experience) -> Experience:
         for name in ("rows", "tokens", "mask", "sampled", "logprobs", "groups", "rewards", "advantages", "temperature", "demonstrated")
     }
     origin = [torch.tensor([batches.index(part.batches[o]) for o in part.origin.tolist()], dtype=torch.int64) for part in parts]
-    return Experience(batches=batches, origin=torch.cat(origin), reference=_references(parts, width), **joined)
+    joined |= {name: _where_given(parts, name, width) for name in OPTIONAL}
+    return Experience(batches=batches, origin=torch.cat(origin), **joined)
 
 
-def _references(parts: tuple[Experience, ...], width: int) -> Tensor | None:
-    if all(part.reference is None for part in parts):
+def _where_given(parts: tuple[Experience, ...], name: str, width: int) -> Tensor | None:
+    """A column that experiences may have; 0 for demonstrations that have not."""
+    given: list[Tensor | None] = [getattr(part, name) for part in parts]
+    if all(column is None for column in given):
         return None
-    if any(part.reference is None and not bool(part.demonstrated.all()) for part in parts):
-        raise BadInput("some of the experiences have the Reference's log-probs and some have not; give them to all, or to none")
-    return torch.cat([_widened(torch.zeros(p.tokens.shape) if p.reference is None else p.reference, width) for p in parts])
+    if any(column is None and not bool(part.demonstrated.all()) for part, column in zip(parts, given, strict=True)):
+        raise BadInput(f"some of the experiences have {OPTIONAL[name]} and some have not; give them to all, or to none")
+    filled = [torch.zeros(part.tokens.shape) if column is None else column for part, column in zip(parts, given, strict=True)]
+    return torch.cat([_widened(column, width) for column in filled])
 
 
 def take(source: Experience, rows: Int64[Tensor, "row"]) -> Minibatch:

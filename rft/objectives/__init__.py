@@ -1,7 +1,7 @@
 """What a loss is to a trainer (`protocol`), and how one is composed of small ones (`compositions`)."""
 
 from rft.objectives.compositions import combined, entropy_bonus, grpo, imitation, policy_loss, reference_kl, supervised
-from rft.objectives.protocol import LossTerms, MicroBatch, Objective, TokenScores, check_terms
+from rft.objectives.protocol import LossTerms, MicroBatch, Objective, TokenScores, ValueObjective, check_terms
 from rft.ops.aggregation import Totals
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Objective",
     "TokenScores",
     "Totals",
+    "ValueObjective",
     "check_terms",
     "combined",
     "entropy_bonus",

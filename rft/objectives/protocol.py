@@ -73,6 +73,9 @@ class LossTerms:
 Objective = Callable[[TokenScores, MicroBatch, Totals], LossTerms]
 """(the Actor's scores of the micro-batch's tokens, with gradient; the micro-batch; the totals) -> loss and metrics."""
 
+ValueObjective = Callable[[Float32[Tensor, "batch seq"], MicroBatch, Totals], LossTerms]
+"""The same for the Critic: (its values, with gradient, 0 where nothing is sampled; the micro-batch; the totals) -> loss and metrics."""
+
 
 def check_terms(terms: Any) -> LossTerms:
     """What an objective gave, if a trainer can use it. Raises `BadInput` that says what is wrong with it."""
@@ -120,6 +123,8 @@ def _made_up(sampled: bool) -> MicroBatch:
         temperature=flat,
         demonstrated=each == 1,
         reference=wide,
+        values=wide,
+        returns=wide,
     )
     return MicroBatch(rows=rows, old=wide)
 

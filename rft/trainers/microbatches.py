@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rft.errors import BadInput
-from rft.experience import Minibatch, take
+from rft.experience import OPTIONAL, Minibatch, take
 from rft.objectives import MicroBatch
 from rft.ops.aggregation import Totals
 from rft.parallel.batches import Batches, Layout, Rows, plan
@@ -127,6 +127,6 @@ def _filler(batch: Minibatch, with_old: bool) -> MicroBatch:
         advantages=nothing,
         temperature=torch.ones(1),
         demonstrated=torch.zeros(1, dtype=torch.bool),
-        reference=None if batch.reference is None else nothing,
+        **{name: None if getattr(batch, name) is None else nothing for name in OPTIONAL},
     )
     return MicroBatch(rows=rows, old=nothing if with_old else None)

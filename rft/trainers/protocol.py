@@ -1,10 +1,10 @@
-"""What a training backend can do: a few verbs, the same for every backend.
+"""What the models of a run can do beside the engine: the Actor, the Critic, frozen ones. A few verbs, the same for every backend.
 
 Every verb is collective: all ranks of the training group call it together. A backend knows nothing of states and legality.
 """
 
 import dataclasses as dc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
-from rft.experience import Minibatch
-from rft.objectives import Objective
+from rft.experience import Minibatch, Rollouts
+from rft.objectives import Objective, ValueObjective
 
 Part = Literal["model", "optimizer"]
 """What is moved on its own: the sharded weights (fp32 masters, in the trainer), or the optimizer's moments."""
@@ -28,7 +28,109 @@ class TensorSpec:
     dtype: torch.dtype
 
 
-class Trainer(Protocol):
+class Saved(Protocol):
+    """What a run goes on from, for checkpoints: named tensors that do not depend on backend and number of ranks."""
+
+    def saved(self) -> dict[str, Tensor]:
+        """A copy on the host: DTensors cut along dimension 0 over all ranks, and plain tensors that every rank holds alike.
+
+        Raises `RoleError`, on all ranks, where a part must be on the device for it and is not.
+        """
+        ...
+
+    def install(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes back what `saved` gave, maybe to another trainer on another number of ranks: same names, shapes and kinds."""
+        ...
+
+
+class Movable(Protocol):
+    """What is moved between host and device as a whole."""
+
+    def offload(self) -> None:
+        """Moves it to the host and gives its device memory back to the driver; on a CPU it empties the storage."""
+        ...
+
+    def reload(self) -> None:
+        """Moves it back to the device, bit-identical."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it takes on this rank's device when it is there."""
+        ...
+
+
+class Frozen(Movable, Saved, Protocol):
+    """A model of the Actor's architecture that no optimizer trains: the Reference, or an average of the Actor."""
+
+    def logprobs(
+        self,
+        tokens: Int64[Tensor, "batch seq"],
+        mask: Bool[Tensor, "batch seq"],
+        wanted: Bool[Tensor, "batch seq"],
+        temperature: float,
+    ) -> Float32[Tensor, "batch seq"]:
+        """As `Trainer.logprobs`."""
+        ...
+
+    def mix(self, weights: Iterator[tuple[str, Tensor]], share: float) -> None:
+        """weights here <- (1 - share) weights here + share · given; `given` is what `Trainer.stream_weights` gives. On the device."""
+        ...
+
+    def export(self, path: Path) -> None:
+        """As `Trainer.export`."""
+        ...
+
+    def close(self) -> None:
+        """Gives everything back."""
+        ...
+
+
+class Judge(Movable, Protocol):
+    """A local reward model."""
+
+    def scores(self, rollouts: Rollouts) -> Float32[Tensor, "batch"]:
+        """One number for each row, on the host, no gradient. Ranks may bring different numbers of rows."""
+        ...
+
+    def close(self) -> None:
+        """Gives everything back."""
+        ...
+
+
+class Critic(Saved, Protocol):
+    """A value head with its optimizer, on a model of its own or on what the Actor makes of a row."""
+
+    name: str
+
+    def values(
+        self, tokens: Int64[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq"], wanted: Bool[Tensor, "batch seq"]
+    ) -> Float32[Tensor, "batch seq"]:
+        """V(tokens before t) at each wanted token t, in fp32, no gradient; 0 elsewhere. On the host. Rows as in `Trainer.logprobs`."""
+        ...
+
+    def step(self, batch: Minibatch, objective: ValueObjective) -> dict[str, float]:
+        """One optimizer step over the global batch; returns as `Trainer.step` does."""
+        ...
+
+    def offload(self, part: Part) -> None:
+        """As `Trainer.offload`."""
+        ...
+
+    def reload(self, part: Part) -> None:
+        """As `Trainer.reload`."""
+        ...
+
+    def bytes(self, part: Part) -> int:
+        """As `Trainer.bytes`."""
+        ...
+
+    def close(self) -> None:
+        """Gives everything back."""
+        ...
+
+
+class Trainer(Saved, Protocol):
     """The sharded Actor with its optimizer."""
 
     name: str

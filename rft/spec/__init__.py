@@ -1,0 +1,25 @@
+"""What `launch` is given: typed, frozen, and the source of the command line. What cannot work is refused here, with the reason."""
+
+from rft.spec.engines import DType, EngineSpec, TransformersEngine, VLLMEngine
+from rft.spec.launch import LaunchSpec
+from rft.spec.roles import EMA, Critic, FrozenSpec, Reference, RewardModel, SharedCritic
+from rft.spec.training import CriticTrainerSpec, DeepSpeedTrainer, FSDP2Trainer, TrainerSpec, Training
+
+__all__ = [
+    "EMA",
+    "Critic",
+    "CriticTrainerSpec",
+    "DType",
+    "DeepSpeedTrainer",
+    "EngineSpec",
+    "FSDP2Trainer",
+    "FrozenSpec",
+    "LaunchSpec",
+    "Reference",
+    "RewardModel",
+    "SharedCritic",
+    "TrainerSpec",
+    "Training",
+    "TransformersEngine",
+    "VLLMEngine",
+]

@@ -1,0 +1,65 @@
+"""Rollout engines, as `LaunchSpec` is given them."""
+
+import dataclasses as dc
+from typing import Literal, Protocol
+
+from rft.engines.protocol import Engine
+from rft.models import ModelFolder
+from rft.parallel.world import World
+from rft.spec.checks import at_least_one
+
+DType = Literal["bfloat16", "float32"]
+
+
+class EngineSpec(Protocol):
+    """Anything that builds an engine on this rank: one of the two below, or your own."""
+
+    def build(self, model: ModelFolder, world: World) -> Engine:
+        """The engine, awake, with the model's weights or none. Raises `MissingEngine` where it is not installed."""
+        ...
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class TransformersEngine:
+    """The embedded default: plain transformers with its own copy of the weights; nothing to install."""
+
+    dtype: DType = "bfloat16"
+    """Of the engine's copy of the weights."""
+    max_model_len: int = 2048
+    """Longest prompt and response together, in tokens."""
+    max_rows: int = 64
+    """Sequences decoded together."""
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "max_model_len", "max_rows")
+
+    def build(self, model: ModelFolder, world: World) -> Engine:
+        """Builds it. TP is refused: this engine holds the whole model on every rank."""
+        from rft.engines.transformers import build
+
+        return build(self, model, world)
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class VLLMEngine:
+    """vLLM in the process of its rank, on a CPU or a CUDA device."""
+
+    dtype: DType = "bfloat16"
+    """Of the engine's copy of the weights."""
+    max_model_len: int = 2048
+    """Longest prompt and response together, in tokens."""
+    max_rows: int = 256
+    """Sequences decoded together."""
+    cache_bytes: int = 1 << 30
+    """The KV cache on each rank: pinned, never profiled, since the device is shared with the Actor."""
+    eager: bool = False
+    """Run without CUDA graphs and compilation: a quicker start, slower decoding. (A CPU always does.)"""
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "max_model_len", "max_rows", "cache_bytes")
+
+    def build(self, model: ModelFolder, world: World) -> Engine:
+        """Builds it. Raises `MissingEngine` with the line that installs vLLM."""
+        from rft.engines.vllm import build
+
+        return build(self, model, world)

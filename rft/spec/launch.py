@@ -1,0 +1,50 @@
+"""The whole runtime of one job."""
+
+import dataclasses as dc
+from collections.abc import Mapping
+
+from rft.errors import BadInput
+from rft.spec.checks import at_least_one
+from rft.spec.engines import EngineSpec, TransformersEngine
+from rft.spec.roles import EMA, Critic, Reference, RewardModel, SharedCritic
+from rft.spec.training import FSDP2Trainer, TrainerSpec
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """The whole runtime of one job."""
+
+    model: str
+    """A Hugging Face model folder, or a hub id."""
+    engine: EngineSpec | None = dc.field(default_factory=TransformersEngine)
+    """The rollout engine; None for training without one (the state stays [Asleep, Stale])."""
+    trainer: TrainerSpec = dc.field(default_factory=FSDP2Trainer)
+    """The training backend."""
+    reference: Reference | None = None
+    """The frozen Reference; None where no KL to it is asked for: none is made then."""
+    critic: Critic | SharedCritic | None = None
+    """The Critic, on a model of its own or on the Actor's hidden states."""
+    reward_models: Mapping[str, RewardModel] = dc.field(default_factory=dict)
+    """Local reward models by name; the role of each is `reward_model(name)`."""
+    reward_models_on_device: int = 1
+    """How many of them may be on the device at once."""
+    ema: EMA | None = None
+    """A moving average of the Actor's weights."""
+    tensor_parallel: int = 1
+    """Ranks that share one engine."""
+    seed: int = 0
+    """Of the run: every sampled token's random number comes from it."""
+    deadline_s: float = 600.0
+    """How long a rank waits for the others at a step before the job ends with a table of who is where."""
+    device_bytes: int | None = None
+    """Memory of each device that this job may fill; None asks the driver."""
+    probe_every: int = 1
+    """Engine and Actor are compared on a short fixed probe after every so many broadcasts; 0: never."""
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "tensor_parallel", "reward_models_on_device")
+        for name, part in (("engine", self.engine), ("trainer", self.trainer)):
+            if part is not None and not hasattr(part, "build"):
+                raise BadInput(f"LaunchSpec.{name} must be a specification such as TransformersEngine(), got {part!r}")
+        if self.deadline_s <= 0 or self.probe_every < 0 or (self.device_bytes is not None and self.device_bytes < 1):
+            raise BadInput("deadline_s must be above 0, probe_every at least 0, device_bytes at least 1 or None")

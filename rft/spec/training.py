@@ -1,0 +1,103 @@
+"""Training backends, as `LaunchSpec` is given them."""
+
+import dataclasses as dc
+import math
+from typing import Literal, Protocol
+
+from rft.errors import BadInput
+from rft.models import ModelFolder
+from rft.parallel.world import World
+from rft.spec.checks import at_least_one
+from rft.spec.engines import DType
+from rft.trainers.protocol import Critic, Trainer
+
+
+class TrainerSpec(Protocol):
+    """Anything that builds a trainer on this rank."""
+
+    def build(self, model: ModelFolder, world: World) -> Trainer:
+        """The trainer of the Actor, on the device."""
+        ...
+
+
+class CriticTrainerSpec(Protocol):
+    """Anything that builds a critic on this rank; the trainers below build both."""
+
+    def build_critic(self, model: ModelFolder, world: World) -> Critic:
+        """A value head on a model of its own, with its optimizer, on the device."""
+        ...
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Training:
+    """What every training backend of ours is told: AdamW over fp32 masters, one global clip, micro-batches by tokens."""
+
+    dtype: DType = "bfloat16"
+    """Of the forward and backward pass; masters, moments and gradient reduction are fp32."""
+    lr: float = 1e-6
+    """Peak learning rate; 0 is allowed, and moves nothing."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """The gradient's global norm is clipped to this; infinity never clips."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after warm-up; linear and cosine reach 0 at `total_steps`."""
+    warmup_steps: int = 0
+    """Optimizer steps from 0 to the peak."""
+    total_steps: int | None = None
+    """Optimizer steps of the whole run; linear and cosine need it."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    micro_batch_tokens: int = 16384
+    """Tokens of one forward pass, on each rank: real ones, or where a model's rows must be padded (the log says so) padding too."""
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "micro_batch_tokens")
+        numbers = 0 <= self.lr < math.inf and self.eps > 0 and 0 <= self.weight_decay < math.inf and self.max_grad_norm > 0
+        if not numbers or self.warmup_steps < 0 or not all(0 <= beta < 1 for beta in self.betas):
+            raise BadInput(
+                f"lr, weight_decay and warmup_steps must be at least 0, eps and max_grad_norm above 0, betas in [0, 1); got {self}"
+            )
+        if self.schedule != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
+            raise BadInput(
+                f"schedule={self.schedule!r} needs total_steps above warmup_steps={self.warmup_steps}, got total_steps={self.total_steps}"
+            )
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class FSDP2Trainer(Training):
+    """`fully_shard` over all ranks: fp32 masters, AdamW, one global clip."""
+
+    keep_gathered: bool = True
+    """Keep parameters gathered over the micro-batches of a step; off, each layer is sharded again after use, to save memory."""
+
+    def build(self, model: ModelFolder, world: World) -> Trainer:
+        """Builds it, sharded over the whole world."""
+        from rft.trainers.fsdp2 import build
+
+        return build(self, model, world)
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class DeepSpeedTrainer(Training):
+    """DeepSpeed's ZeRO over all ranks: weights in the dtype asked for beside fp32 masters, AdamW, one global clip."""
+
+    stage: Literal[1, 2, 3] = 3
+    """What is sharded. 1: masters and moments; 2: the gradient too; 3: the weights too."""
+    offload_optimizer: bool = False
+    """ZeRO-Offload: masters and moments stay on the host, and AdamW runs there."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stage not in (1, 2, 3):
+            raise BadInput(f"DeepSpeedTrainer.stage must be 1, 2 or 3, got {self.stage!r}")
+
+    def build(self, model: ModelFolder, world: World) -> Trainer:
+        """Builds it, sharded over the whole world. Raises `MissingBackend` with the line that installs DeepSpeed."""
+        from rft.trainers.deepspeed import build
+
+        return build(self, model, world)
