@@ -75,8 +75,8 @@ class VLLMEngine:
 
 
 @dc.dataclass(frozen=True, kw_only=True)
-class FSDP2Trainer:
-    """`fully_shard` over all ranks: fp32 masters, AdamW, one global clip."""
+class Training:
+    """What every training backend of ours is told: AdamW over fp32 masters, one global clip, micro-batches by tokens."""
 
     dtype: DType = "bfloat16"
     """Of the forward and backward pass; masters, moments and gradient reduction are fp32."""
@@ -100,8 +100,6 @@ class FSDP2Trainer:
     """Recompute activations in the backward pass."""
     micro_batch_tokens: int = 16384
     """Tokens of one forward pass, on each rank: real ones, or where a model's rows must be padded (the log says so) padding too."""
-    keep_gathered: bool = True
-    """Keep parameters gathered over the micro-batches of a step; off, each layer is sharded again after use, to save memory."""
 
     def __post_init__(self) -> None:
         _at_least_one(self, "micro_batch_tokens")
@@ -112,9 +110,38 @@ class FSDP2Trainer:
                 f"schedule={self.schedule!r} needs total_steps above warmup_steps={self.warmup_steps}, got total_steps={self.total_steps}"
             )
 
+
+@dc.dataclass(frozen=True, kw_only=True)
+class FSDP2Trainer(Training):
+    """`fully_shard` over all ranks: fp32 masters, AdamW, one global clip."""
+
+    keep_gathered: bool = True
+    """Keep parameters gathered over the micro-batches of a step; off, each layer is sharded again after use, to save memory."""
+
     def build(self, model: ModelFolder, world: World) -> Trainer:
         """Builds it, sharded over the whole world."""
         from rft.trainers.fsdp2 import build
+
+        return build(self, model, world)
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class DeepSpeedTrainer(Training):
+    """DeepSpeed's ZeRO over all ranks: weights in the dtype asked for beside fp32 masters, AdamW, one global clip."""
+
+    stage: Literal[1, 2, 3] = 3
+    """What is sharded. 1: masters and moments; 2: the gradient too; 3: the weights too."""
+    offload_optimizer: bool = False
+    """ZeRO-Offload: masters and moments stay on the host, and AdamW runs there."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stage not in (1, 2, 3):
+            raise BadInput(f"DeepSpeedTrainer.stage must be 1, 2 or 3, got {self.stage!r}")
+
+    def build(self, model: ModelFolder, world: World) -> Trainer:
+        """Builds it, sharded over the whole world. Raises `MissingBackend` with the line that installs DeepSpeed."""
+        from rft.trainers.deepspeed import build
 
         return build(self, model, world)
 
