@@ -66,9 +66,11 @@ class ActorTrainer(abc.ABC):
     def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer`."""
 
+    @abc.abstractmethod
     def _before_micro_batch(self, *, last: bool) -> None:
         """Called before each micro-batch of a step."""
 
+    @abc.abstractmethod
     def _after_passes(self) -> None:
         """Called when the passes of a step, or of log-probs, are over."""
 

@@ -75,10 +75,10 @@ class _DeepSpeed(ActorTrainer):
     def _readable(self, names: list[str], tensors: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         """This rank's parts by name, from the host's copy of their storage while they are away."""
         wholes = self._shelves["model"].readable()
-        copies = {key(own): copy for own, copy in zip(self._wholes, wholes, strict=True)}
+        copies = {deepspeed_state.key(own): copy for own, copy in zip(self._wholes, wholes, strict=True)}
         for name in names:
             part = self._weights[id(tensors[name])]
-            yield name, torch.as_strided(copies[key(part)], part.shape, part.stride(), part.storage_offset())
+            yield name, torch.as_strided(copies[deepspeed_state.key(part)], part.shape, part.stride(), part.storage_offset())
 
     def _whole(self, parts: list[tuple[str, Any, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         if self._spec.stage < 3:
@@ -99,6 +99,12 @@ class _DeepSpeed(ActorTrainer):
             yield name, self._deepspeed.utils.safe_get_full_fp32_param(tensors[name]) if own else tensors[name]
 
     # ---- computing ----
+
+    def _before_micro_batch(self, *, last: bool) -> None:
+        """Every micro-batch is alike."""
+
+    def _after_passes(self) -> None:
+        """Nothing stays gathered."""
 
     def _backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
@@ -124,9 +130,6 @@ class _DeepSpeed(ActorTrainer):
         self._engine = self._optimizer = None
         self._parameters, self._weights, self._wholes = [], {}, []
         super().close()
-
-
-key = deepspeed_state.key
 
 
 def _engine(deepspeed: Any, root: Scorer, parameters: list[Any], spec: DeepSpeedTrainer) -> Any:

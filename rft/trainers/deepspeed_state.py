@@ -43,7 +43,9 @@ def _lasting_gradients(optimizer: Any) -> list[Tensor]:
 
 def key(tensor: Tensor) -> int:
     """The same for all tensors of one storage, wherever it has been moved."""
-    return tensor.untyped_storage()._cdata
+    storage: Any = tensor.untyped_storage()
+    address: int = storage._cdata
+    return address
 
 
 def _storages(tensors: list[Tensor]) -> list[Tensor]:
