@@ -78,7 +78,9 @@ class _DeepSpeed(ActorTrainer):
         copies = {deepspeed_state.key(own): copy for own, copy in zip(self._wholes, wholes, strict=True)}
         for name in names:
             part = self._weights[id(tensors[name])]
-            yield name, torch.as_strided(copies[deepspeed_state.key(part)], part.shape, part.stride(), part.storage_offset())
+            copy = copies[deepspeed_state.key(part)]
+            first = copy.storage_offset() + part.storage_offset()  # strides count from the storage's start, and copies share one
+            yield name, torch.as_strided(copy, part.shape, part.stride(), first)
 
     def _whole(self, parts: list[tuple[str, Any, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         if self._spec.stage < 3:

@@ -75,5 +75,5 @@ def _forget_below_stage_3(optimizer: Any) -> None:
         optimizer._offload_accumulated_param_ids = set()
         optimizer.reset_cpu_buffers()
         return
-    for group in optimizer.averaged_gradients:
-        optimizer.averaged_gradients[group] = optimizer.all_grad_tensors[group] = None
+    for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+        kept.update(dict.fromkeys(kept))
