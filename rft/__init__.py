@@ -10,6 +10,7 @@ from rft.errors import (
     EngineFailed,
     EnginePoisoned,
     IllegalStep,
+    MissingBackend,
     MissingEngine,
     NonFiniteGradient,
     PeerFailed,
@@ -42,7 +43,7 @@ from rft.objectives import (
 )
 from rft.ops.metrics import Metric
 from rft.rewards.scoring import RewardFailure, RewardFunction, Rewards, Sample
-from rft.spec import EngineSpec, FSDP2Trainer, LaunchSpec, TrainerSpec, TransformersEngine, VLLMEngine
+from rft.spec import DeepSpeedTrainer, EngineSpec, FSDP2Trainer, LaunchSpec, TrainerSpec, TransformersEngine, VLLMEngine
 from rft.state import (
     ACTOR_OPTIMIZER,
     A,
@@ -154,6 +155,7 @@ __all__ = [
     "update",
     # what launch is given
     "EngineSpec",
+    "DeepSpeedTrainer",
     "FSDP2Trainer",
     "LaunchSpec",
     "TrainerSpec",
@@ -203,6 +205,7 @@ __all__ = [
     "EngineFailed",
     "EnginePoisoned",
     "IllegalStep",
+    "MissingBackend",
     "MissingEngine",
     "NonFiniteGradient",
     "PeerFailed",

@@ -56,6 +56,10 @@ class MissingEngine(BadInput):
     """The rollout engine is not installed, or too old; the message has the line that installs it."""
 
 
+class MissingBackend(BadInput):
+    """The training backend is not installed, or cannot be imported; the message has the line that installs it."""
+
+
 # ---- failures: something went wrong while it was being done ----
 
 

@@ -1,4 +1,4 @@
-"""What needs vLLM lies in files or folders named after it: those tests get the mark `vllm`, and are not collected where there is none."""
+"""What needs vLLM or DeepSpeed lies in files or folders named after it: those tests get its mark, and are not collected without it."""
 
 import importlib.util
 import sys
@@ -7,22 +7,24 @@ from pathlib import Path
 
 import pytest
 
+OPTIONAL = ("vllm", "deepspeed")
 
-def needs_vllm(path: Path) -> bool:
-    """Whether a path below `tests/` is named after vLLM."""
-    return any("vllm" in part for part in path.relative_to(Path(__file__).parent).parts)
+
+def needs(path: Path) -> list[str]:
+    """What a path below `tests/` is named after."""
+    return [name for name in OPTIONAL if any(name in part for part in path.relative_to(Path(__file__).parent).parts)]
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out what could not even be imported."""
-    return True if needs_vllm(collection_path) and importlib.util.find_spec("vllm") is None else None
+    return True if any(importlib.util.find_spec(name) is None for name in needs(collection_path)) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks by path."""
     for item in items:
-        if needs_vllm(item.path):
-            item.add_marker(pytest.mark.vllm)
+        for name in needs(item.path):
+            item.add_marker(getattr(pytest.mark, name))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -34,7 +34,8 @@ both() { # both COMMAND A B: COMMAND A beside COMMAND B, on two cores; fails if 
 python=$(command -v python3.11 || command -v python3)
 make() { "$python" tests/environments/make.py "$1"; }
 part environments both make transformers vllm
-own=.venv-transformers/bin/python with_vllm=.venv-vllm/bin/python
+part environment-deepspeed make deepspeed
+own=.venv-transformers/bin/python with_vllm=.venv-vllm/bin/python with_deepspeed=.venv-deepspeed/bin/python
 
 if [ "$speed" = "not slow" ]; then
   part lint "$own" -m ruff check .
@@ -45,8 +46,9 @@ if [ "$speed" = "not slow" ]; then
   legality=(tests/test_state.py tests/test_ledger.py tests/test_steps.py)
   part legality-covered "$own" -m pytest "${legality[@]}" --cov --cov-config=tests/legality.coveragerc
 fi
-part tests timeout 1500 "$own" -m pytest -m "$speed and not vllm"
+part tests timeout 1500 "$own" -m pytest -m "$speed and not vllm and not deepspeed"
 part tests-vllm timeout 900 "$with_vllm" -m pytest -m "$speed and vllm"
+part tests-deepspeed env DS_ACCELERATOR=cpu timeout 600 "$with_deepspeed" -m pytest -m "$speed and deepspeed"
 
 printf '\n==== summary\n%s' "$table"
 [ "$failures" = 0 ] && echo "all good" || echo "$failures of the parts failed; their output is above and in $logs/"

@@ -1,4 +1,4 @@
-"""Makes the virtual environments, one per engine, from the exact lists in this folder: `python make.py transformers|vllm`.
+"""Makes the virtual environments, one per engine, from the exact lists in this folder: `python make.py transformers|vllm|deepspeed`.
 
 It needs Python 3.11 with pip and nothing else, and prints the path of the environment's Python. An environment is `.venv-<name>` in
 the checkout. A stamp in it, the hash of its lists, is written last: where it is right, nothing is installed; where it is missing,
@@ -46,16 +46,28 @@ def install(name: str, home: Path, checkout: Path) -> None:
     constraints = home / "constraints.txt"
     constraints.write_text("\n".join(packages(name)))
     run(*pip, torch, "--constraint", str(constraints))
-    run(*pip, "--no-deps", "--requirement", str(LISTS / f"{name}.txt"))
+    for each in (*included(name), name):
+        # What an included list has may be needed to build what the list itself has: DeepSpeed is sources, and imports torch.
+        isolation = ("--no-build-isolation",) if each == "deepspeed" else ()
+        run(*pip, "--no-deps", *isolation, "--requirement", str(LISTS / f"{each}.txt"))
     run(*pip, "--no-deps", "--no-build-isolation", "--editable", str(checkout))
     tell(f"{name}: ready after {time.monotonic() - began:.0f} s")
 
 
 def packages(name: str) -> list[str]:
     """The lines `package==version` of a list and of those that it includes."""
-    lines = [line.partition("#")[0].strip() for line in (LISTS / f"{name}.txt").read_text().splitlines()]
-    included = [line.removeprefix("-r ").removesuffix(".txt") for line in lines if line.startswith("-r ")]
-    return [*(line for other in included for line in packages(other)), *(line for line in lines if re.match(r"\w", line))]
+    own = [line for line in lines_of(name) if re.match(r"\w", line)]
+    return [*(line for other in included(name) for line in packages(other)), *own]
+
+
+def included(name: str) -> list[str]:
+    """The lists that a list includes."""
+    return [line.removeprefix("-r ").removesuffix(".txt") for line in lines_of(name) if line.startswith("-r ")]
+
+
+def lines_of(name: str) -> list[str]:
+    """A list without its comments."""
+    return [line.partition("#")[0].strip() for line in (LISTS / f"{name}.txt").read_text().splitlines()]
 
 
 def fingerprint(name: str) -> str:
@@ -82,6 +94,7 @@ def only_one(lock: Path) -> Iterator[None]:
 def run(*command: str) -> None:
     """Runs a command with its output on stderr, and ends with its exit status where that is not 0."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    environment["DS_BUILD_OPS"] = "0"  # DeepSpeed builds none of its operators; the tests need none
     status = subprocess.run(command, stdout=sys.stderr, env=environment).returncode
     if status:
         tell(f"failed: {' '.join(command)}; starting again makes the environment anew")

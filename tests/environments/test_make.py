@@ -8,7 +8,7 @@ import pytest
 
 from tests.environments import make
 
-NAMES = ("transformers", "vllm")
+NAMES = ("transformers", "vllm", "deepspeed")
 
 
 @pytest.fixture
@@ -43,11 +43,12 @@ def test_a_second_start_installs_nothing(tmp_path, installs):
 
 def test_torch_comes_first_and_nothing_else_may_bring_another(tmp_path, installs):
     make.make("vllm", tmp_path)
-    torch, others, own = (c[3:] for c in installs[1:])
+    torch, *lists, own = (c[3:] for c in installs[1:])
     assert next(word for word in torch if word.startswith("torch==")) == "torch==2.13.0"
     assert "--no-deps" not in torch
     assert "--constraint" in torch
-    assert "--no-deps" in others
+    assert all("--no-deps" in words for words in lists)
+    assert [Path(words[-1]).stem for words in lists] == ["transformers", "vllm"]
     assert {"--no-deps", "--no-build-isolation", "--editable"} <= set(own)
 
 
@@ -89,7 +90,7 @@ def test_a_failing_command_ends_with_its_status(capfd):
 def test_unknown_names_are_told_the_known_ones():
     done = subprocess.run([sys.executable, make.__file__, "sglang"], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "transformers|vllm" in done.stderr
+    assert "deepspeed|transformers|vllm" in done.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -106,7 +107,7 @@ def test_this_environment_is_one_of_the_lists():
     """Whatever the library declares is in the list, at the version that runs here."""
     from importlib.metadata import version
 
-    name = "vllm" if importlib.util.find_spec("vllm") else "transformers"
+    name = next((name for name in ("vllm", "deepspeed") if importlib.util.find_spec(name)), "transformers")
     pinned = dict(line.split("==") for line in make.packages(name))
     for package in ("torch", "transformers", "optree", "jaxtyping", "beartype", "rich", "tyro", "plotly", "hypothesis", "pytest"):
         assert version(package).partition("+")[0] == pinned[package]

@@ -1,8 +1,8 @@
-"""What the ranks do for `test_fsdp2.py`, which compares what they saved here with a plain single-process loop.
+"""What the ranks do for `contract.py`, which compares what they saved here with a plain single-process loop.
 
-    torchrun ranks.py MODELS RESULTS
+    torchrun ranks.py MODELS RESULTS BACKEND...
 
-Every scene returns what it saw on this rank; the results of rank r are in RESULTS/r.pt.
+Every scene returns what it saw on this rank; the results of rank r with a backend are in RESULTS/BACKEND/r.pt.
 """
 
 import dataclasses as dc
@@ -20,10 +20,11 @@ from rft.models import find_model
 from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals, grpo, supervised
 from rft.ops.metrics import maximum
 from rft.parallel.world import World, open_world
-from rft.spec import FSDP2Trainer
+from tests.trainers import backends
 from tests.trainers.batches import random_experience, rows_of, some_old
 
-MODELS, RESULTS = Path(sys.argv[1]), Path(sys.argv[2])
+MODELS, RESULTS, BACKENDS = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+backend = BACKENDS[0]
 PLAIN: dict[str, Any] = {"dtype": "float32", "lr": 1e-3, "max_grad_norm": float("inf")}
 SOURCE = random_experience()
 MIXED = random_experience(temperature=None)
@@ -37,7 +38,7 @@ FIVE_STEPS: dict[str, Any] = {
 
 
 def build(world: World, model: str = "qwen2", **options: Any) -> Any:
-    return FSDP2Trainer(**{**PLAIN, **options}).build(find_model(str(MODELS / model)), world)
+    return backends.specification(backend, {**PLAIN, **options}).build(find_model(str(MODELS / model)), world)
 
 
 def share(world: World, shares: dict[int, list[tuple[int, ...]]] = SHARES, source: Experience = SOURCE) -> tuple[Minibatch, Tensor]:
@@ -54,17 +55,6 @@ def weights(trainer: Any) -> dict[str, Tensor]:
     return {name: tensor.cpu().clone() for name, tensor in trainer.stream_weights()}
 
 
-def watched(trainer: Any) -> dict[str, Tensor]:
-    """Fills with the whole gradient of each parameter when the optimizer is about to step."""
-    seen: dict[str, Tensor] = {}
-
-    def look(*_: Any) -> None:
-        seen.update({name: p.grad.full_tensor().cpu().clone() for name, p in trainer._model.named_parameters()})
-
-    trainer._optimizer.register_step_pre_hook(look)
-    return seen
-
-
 def gradient(
     world: World,
     model: str = "qwen2",
@@ -76,9 +66,10 @@ def gradient(
 ) -> Any:
     """One step's gradient and metrics."""
     trainer = build(world, model, **options)
-    seen = watched(trainer)
     batch, before = share(world, shares, source)
     metrics = trainer.step(batch, before if old else None, objective or grpo())
+    seen = backends.gradient(trainer)
+    trainer.close()
     return {"gradient": seen, "metrics": metrics}
 
 
@@ -93,13 +84,11 @@ def constant_loss(world: World) -> Any:
 
 
 def gradients(world: World) -> Any:
-    return {
+    seen = {
         "whole": gradient(world),
         "row by row": gradient(world, micro_batch_tokens=1),
         "a few rows": gradient(world, micro_batch_tokens=30),
-        "resharded": gradient(world, micro_batch_tokens=30, keep_gathered=False),
         "checkpointed": gradient(world, micro_batch_tokens=30, gradient_checkpointing=True),
-        "checkpointed, resharded": gradient(world, micro_batch_tokens=30, gradient_checkpointing=True, keep_gathered=False),
         "an idle rank": gradient(world, shares=IDLE, micro_batch_tokens=30),
         "first step": gradient(world, old=False, micro_batch_tokens=30),
         "uneven shards": gradient(world, model="uneven", micro_batch_tokens=30),
@@ -109,6 +98,10 @@ def gradients(world: World) -> Any:
         "padded, checkpointed": gradient(world, model="windowed", gradient_checkpointing=True),
         "bfloat16": gradient(world, old=False, dtype="bfloat16"),
     }
+    if backend == "fsdp2":
+        seen["resharded"] = gradient(world, micro_batch_tokens=30, keep_gathered=False)
+        seen["checkpointed, resharded"] = gradient(world, micro_batch_tokens=30, gradient_checkpointing=True, keep_gathered=False)
+    return seen
 
 
 def many_equal_micro_batches(world: World) -> Any:
@@ -116,9 +109,8 @@ def many_equal_micro_batches(world: World) -> Any:
     results = []
     for count in (64, 1):
         trainer = build(world, dtype="bfloat16", micro_batch_tokens=1)
-        seen = watched(trainer)
         trainer.step(rows_of(SOURCE, *[0] * count), None, grpo())
-        results.append(seen)
+        results.append(backends.gradient(trainer))
     return results
 
 
@@ -128,7 +120,7 @@ def compute_dtype(world: World) -> Any:
     layer = trainer._model.model.layers[1].mlp.up_proj
     layer.register_forward_pre_hook(lambda module, args: seen.extend([module.weight.dtype, args[0].dtype]))
     trainer.step(*share(world), grpo())
-    return {"dtypes": seen, "masters": [spec.dtype for spec in trainer.manifest()]}
+    return {"dtypes": seen, "masters": backends.masters(trainer)}
 
 
 def five_steps(world: World) -> Any:
@@ -193,7 +185,7 @@ def placement(world: World) -> Any:
         refused = refusal(lambda: moved.step(batch, old, grpo()))
         moved.offload("model")
         refused += refusal(lambda: moved.logprobs(batch.tokens, batch.mask, batch.sampled, 1.0))
-        held = [p.detach().to_local().untyped_storage().nbytes() for p in moved._parameters]
+        held = backends.held(moved)
         streams.append((weights(moved), weights(still)))
         moved.reload("model")
         moved.reload("optimizer")
@@ -204,6 +196,8 @@ def placement(world: World) -> Any:
 
 
 def one_rank_copies_nothing(world: World) -> Any:
+    if backend != "fsdp2":
+        return [world.size == 1]
     trainer = build(world)
     own = {p.detach().to_local().data_ptr() for p in trainer._parameters}
     return [tensor.data_ptr() in own for _, tensor in trainer.stream_weights()]
@@ -214,9 +208,9 @@ def export(world: World) -> Any:
     result = {}
     for model in ("qwen2", "uneven", "half"):
         trainer = build(world, model)
-        trainer.export(RESULTS / "exported" / model)
+        trainer.export(RESULTS / backend / "exported" / model)
         trainer.step(*share(world), grpo())
-        trainer.export(RESULTS / "exported" / model)
+        trainer.export(RESULTS / backend / "exported" / model)
         result[model] = weights(trainer)
         trainer.close()
         trainer.close()
@@ -330,9 +324,12 @@ SCENES = (
 
 
 def main() -> None:
+    global backend
     torch.set_num_threads(1)
     world = open_world(1, timeout_s=60)
-    torch.save({scene.__name__: scene(world) for scene in SCENES}, RESULTS / f"{world.rank}.pt")
+    for backend in BACKENDS:
+        (RESULTS / backend).mkdir(exist_ok=True)
+        torch.save({scene.__name__: scene(world) for scene in SCENES}, RESULTS / backend / f"{world.rank}.pt")
     torch.distributed.destroy_process_group()
 
 

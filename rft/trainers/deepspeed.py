@@ -1,0 +1,183 @@
+"""The Actor under DeepSpeed's ZeRO, stages 1 to 3: weights in the dtype of computing, fp32 masters and moments in flat shards.
+
+Accumulation is ours (`managed_gradient_accumulation` off): every micro-batch's gradient is added up in fp32, whatever their number,
+and the step that we call is the boundary. DeepSpeed averages gradients over the ranks, and objectives divide by the global batch
+already, so losses are multiplied by the number of ranks. Its own skipping of gradients that are not finite is turned into an error.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rft.errors import BadInput, MissingBackend, NonFiniteGradient
+from rft.models import ModelFolder
+from rft.parallel.world import World
+from rft.spec import DeepSpeedTrainer
+from rft.trainers import deepspeed_state, hugging_face
+from rft.trainers.actor import ActorTrainer
+from rft.trainers.gathering import gathered
+from rft.trainers.protocol import TensorSpec, Trainer
+from rft.trainers.schedule import learning_rate
+from rft.trainers.scorer import Scorer
+from rft.trainers.shelf import Shelf
+
+OLDEST = (0, 19, 8)
+"""Before it gradients could not be accumulated over a number of micro-batches that changes."""
+BUCKET = 50_000_000
+"""Elements that are reduced together."""
+
+
+def build(spec: DeepSpeedTrainer, model: ModelFolder, world: World) -> Trainer:
+    """Loads the model on every rank's host, and hands it to DeepSpeed. Collective.
+
+    Raises `MissingBackend` where DeepSpeed is missing or too old, and `BadInput` for what cannot work.
+    """
+    return _DeepSpeed(_import(), spec, model, world)
+
+
+class _DeepSpeed(ActorTrainer):
+    name = "deepspeed"
+
+    def __init__(self, deepspeed: Any, spec: DeepSpeedTrainer, folder: ModelFolder, world: World) -> None:
+        _require_device(deepspeed, world)
+        super().__init__(spec, folder, world)
+        self._deepspeed, self._spec = deepspeed, spec
+        self._parameters: list[Any] = list(self._model.parameters())
+        self._engine: Any = _engine(deepspeed, self._scorer, self._parameters, spec)
+        self._forward = self._engine
+        self._optimizer: Any = self._engine.optimizer
+        deepspeed_state.make_moments(self._optimizer)
+        self._weights = {id(p): self._own_part(p) for p in self._parameters}
+        parts = deepspeed_state.parts(self._optimizer, list(self._weights.values()), on_host=spec.offload_optimizer)
+        self._shelves = {part: Shelf(tensors) for part, tensors in parts.items()}
+        self._wholes = parts["model"]
+        self._steps = 0
+
+    # ---- weights ----
+
+    def _spec_of(self, name: str, tensor: Any) -> TensorSpec:
+        return TensorSpec(name=name, shape=tuple(getattr(tensor, "ds_shape", tensor.shape)), dtype=tensor.dtype)
+
+    def _own_part(self, parameter: Any) -> Tensor:
+        """What this rank holds of a parameter: in stage 3 a piece of it, laid out flat; below, all of it."""
+        return parameter.ds_tensor.data if self._spec.stage == 3 else parameter.data
+
+    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+        tensors = self._model.state_dict(keep_vars=True)
+        names = hugging_face.checkpoint_names(self._model)
+        split = sum(id(tensors[n]) in self._weights for n in names)
+        yield from self._whole([(n, tensors[n], part) for n, part in self._readable(names[:split], tensors)])
+        yield from ((n, tensors[n]) for n in names[split:])
+
+    def _readable(self, names: list[str], tensors: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parts by name, from the host's copy of their storage while they are away."""
+        wholes = self._shelves["model"].readable()
+        copies = {deepspeed_state.key(own): copy for own, copy in zip(self._wholes, wholes, strict=True)}
+        for name in names:
+            part = self._weights[id(tensors[name])]
+            copy = copies[deepspeed_state.key(part)]
+            first = copy.storage_offset() + part.storage_offset()  # strides count from the storage's start, and copies share one
+            yield name, torch.as_strided(copy, part.shape, part.stride(), first)
+
+    def _whole(self, parts: list[tuple[str, Any, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        if self._spec.stage < 3:
+            yield from ((name, part) for name, _, part in parts)
+            return
+        shards = [(name, (len(part) * self._world.size,), part) for name, _, part in parts]
+        for (name, flat), (_, parameter, _) in zip(gathered(shards, self._world), parts, strict=True):
+            yield name, flat[: parameter.ds_numel].view(parameter.ds_shape)
+
+    def _masters(self) -> Iterator[tuple[str, Tensor]]:
+        if self._spec.dtype == "float32":
+            yield from self.stream_weights()
+            return
+        self._require("model")
+        tensors = self._model.state_dict(keep_vars=True)
+        for name in hugging_face.checkpoint_names(self._model):
+            own = id(tensors[name]) in self._weights
+            yield name, self._deepspeed.utils.safe_get_full_fp32_param(tensors[name]) if own else tensors[name]
+
+    # ---- computing ----
+
+    def _before_micro_batch(self, *, last: bool) -> None:
+        """Every micro-batch is alike."""
+
+    def _after_passes(self) -> None:
+        """Nothing stays gathered."""
+
+    def _backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
+
+    def _update(self) -> dict[str, float]:
+        """DeepSpeed's own norm over all ranks, its clip, and AdamW on this rank's shard."""
+        lr = learning_rate(self._spec, self._steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._engine.step()
+        norm = float(self._optimizer._global_grad_norm)
+        if self._optimizer.overflow or not math.isfinite(norm):
+            raise NonFiniteGradient(f"the gradient's norm is infinite or nan at step {self._steps}; the optimizer was not touched")
+        self._steps += 1
+        return {"grad_norm": norm, "lr": lr}
+
+    def _forget(self) -> None:
+        deepspeed_state.forget_gradients(self._optimizer)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.destroy()
+        self._engine = self._optimizer = None
+        self._parameters, self._weights, self._wholes = [], {}, []
+        super().close()
+
+
+def _engine(deepspeed: Any, root: Scorer, parameters: list[Any], spec: DeepSpeedTrainer) -> Any:
+    """DeepSpeed's engine around the scorer, with PyTorch's AdamW, which needs no compiler."""
+    optimizer = torch.optim.AdamW(parameters, spec.lr, spec.betas, spec.eps, spec.weight_decay, fused=True)
+    if spec.stage == 3:
+        head: Any = root.model.get_output_embeddings()  # is used outside of its own forward
+        for parameter in head.parameters():
+            deepspeed.zero.register_external_parameter(root, parameter)
+    engine, *_ = deepspeed.initialize(model=root, optimizer=optimizer, config=_config(spec))
+    return engine
+
+
+def _config(spec: DeepSpeedTrainer) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": spec.stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
+    if spec.stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0  # every weight lies in a shard, small ones too
+    if spec.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0 if math.isinf(spec.max_grad_norm) else spec.max_grad_norm,
+        "bf16": {"enabled": spec.dtype == "bfloat16", "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def _import() -> Any:
+    install = "pip install 'rft-runtime[deepspeed]' (DS_BUILD_OPS=0 builds none of its operators, and none is needed)"
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise MissingBackend(f"DeepSpeed is not installed, or cannot be imported here ({error}): {install}") from error
+    version = tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:3])
+    if version < OLDEST:
+        raise MissingBackend(f"DeepSpeed {deepspeed.__version__} is too old, 0.19.8 is needed: {install}")
+    return deepspeed
+
+
+def _require_device(deepspeed: Any, world: World) -> None:
+    kind: str = deepspeed.accelerator.get_accelerator().device_name()
+    if kind != world.device.type:
+        raise BadInput(f"DeepSpeed has chosen {kind}, and this rank computes on {world.device}; set DS_ACCELERATOR={world.device.type}")

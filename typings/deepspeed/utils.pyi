@@ -1,0 +1,3 @@
+from torch import Tensor
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor: ...

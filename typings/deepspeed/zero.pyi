@@ -1,0 +1,3 @@
+from torch import Tensor, nn
+
+def register_external_parameter(module: nn.Module, parameter: Tensor) -> None: ...
