@@ -75,8 +75,18 @@ class FSDP2Trainer(Training):
     keep_gathered: bool = True
     """Keep parameters gathered over the micro-batches of a step; off, each layer is sharded again after use, to save memory."""
 
+    shards: int | None = None
+    """Neighbouring ranks that hold one copy of the model between them, with a replica in every such group; None: all ranks."""
+    offload: bool = False
+    """Weights, gradients and moments stay on the host, where AdamW runs; each layer comes to the device when it is used."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shards is not None:
+            at_least_one(self, "shards")
+
     def build(self, model: ModelFolder, world: World) -> Trainer:
-        """Builds it, sharded over the whole world."""
+        """Builds it, sharded. Raises `BadInput` where `shards` does not divide the world."""
         from rft.trainers.fsdp2 import build
 
         return build(self, model, world)

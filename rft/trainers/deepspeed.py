@@ -6,7 +6,7 @@ already, so losses are multiplied by the number of ranks. Its own skipping of gr
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,11 +17,14 @@ from rft.models import ModelFolder
 from rft.parallel.world import World
 from rft.spec import DeepSpeedTrainer
 from rft.trainers import deepspeed_state, hugging_face
-from rft.trainers.actor import ActorTrainer
-from rft.trainers.gathering import gathered
-from rft.trainers.protocol import TensorSpec, Trainer
+from rft.trainers.actor import Actor
+from rft.trainers.backend import Root
+from rft.trainers.gathering import Gathering, gathered
+from rft.trainers.inputs import Inputs
+from rft.trainers.passes import passes
+from rft.trainers.protocol import Part, Trainer
 from rft.trainers.schedule import learning_rate
-from rft.trainers.scorer import Scorer
+from rft.trainers.scorer import scorer
 from rft.trainers.shelf import Shelf
 
 OLDEST = (0, 19, 8)
@@ -30,111 +33,126 @@ BUCKET = 50_000_000
 """Elements that are reduced together."""
 
 
-def build(spec: DeepSpeedTrainer, model: ModelFolder, world: World) -> Trainer:
+def build(spec: DeepSpeedTrainer, folder: ModelFolder, world: World) -> Trainer:
     """Loads the model on every rank's host, and hands it to DeepSpeed. Collective.
 
     Raises `MissingBackend` where DeepSpeed is missing or too old, and `BadInput` for what cannot work.
     """
-    return _DeepSpeed(_import(), spec, model, world)
+    deepspeed = _import()
+    _require_device(deepspeed, world)
+    root = scorer(hugging_face.load(folder, checkpointing=spec.gradient_checkpointing))
+    through = passes(root, world, dtype=spec.dtype, budget=spec.micro_batch_tokens)
+    return Actor(ZeRO(deepspeed, root, spec, world), through, folder)
 
 
-class _DeepSpeed(ActorTrainer):
+class ZeRO:
+    """A root under DeepSpeed; see the module's head."""
+
     name = "deepspeed"
 
-    def __init__(self, deepspeed: Any, spec: DeepSpeedTrainer, folder: ModelFolder, world: World) -> None:
-        _require_device(deepspeed, world)
-        super().__init__(spec, folder, world)
-        self._deepspeed, self._spec = deepspeed, spec
-        self._parameters: list[Any] = list(self._model.parameters())
-        self._engine: Any = _engine(deepspeed, self._scorer, self._parameters, spec)
-        self._forward = self._engine
+    def __init__(self, deepspeed: Any, root: Root, spec: DeepSpeedTrainer, world: World) -> None:
+        self.root: Any = root
+        self._deepspeed, self._spec, self._world = deepspeed, spec, world
+        self.managed, self.steps = spec.offload_optimizer, 0
+        self.parameters: list[Any] = list(self.root.parameters())
+        self._engine: Any = _engine(deepspeed, self.root, self.parameters, spec)
         self._optimizer: Any = self._engine.optimizer
         deepspeed_state.make_moments(self._optimizer)
-        self._weights = {id(p): self._own_part(p) for p in self._parameters}
+        self._weights = {id(p): self._own_part(p) for p in self.parameters}
         parts = deepspeed_state.parts(self._optimizer, list(self._weights.values()), on_host=spec.offload_optimizer)
-        self._shelves = {part: Shelf(tensors) for part, tensors in parts.items()}
+        self.shelves: dict[Part, Shelf] = {part: Shelf(tensors) for part, tensors in parts.items()}
         self._wholes = parts["model"]
-        self._steps = 0
-
-    # ---- weights ----
-
-    def _spec_of(self, name: str, tensor: Any) -> TensorSpec:
-        return TensorSpec(name=name, shape=tuple(getattr(tensor, "ds_shape", tensor.shape)), dtype=tensor.dtype)
-
-    def _own_part(self, parameter: Any) -> Tensor:
-        """What this rank holds of a parameter: in stage 3 a piece of it, laid out flat; below, all of it."""
-        return parameter.ds_tensor.data if self._spec.stage == 3 else parameter.data
-
-    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
-        tensors = self._model.state_dict(keep_vars=True)
-        names = hugging_face.checkpoint_names(self._model)
-        split = sum(id(tensors[n]) in self._weights for n in names)
-        yield from self._whole([(n, tensors[n], part) for n, part in self._readable(names[:split], tensors)])
-        yield from ((n, tensors[n]) for n in names[split:])
-
-    def _readable(self, names: list[str], tensors: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parts by name, from the host's copy of their storage while they are away."""
-        wholes = self._shelves["model"].readable()
-        copies = {deepspeed_state.key(own): copy for own, copy in zip(self._wholes, wholes, strict=True)}
-        for name in names:
-            part = self._weights[id(tensors[name])]
-            copy = copies[deepspeed_state.key(part)]
-            first = copy.storage_offset() + part.storage_offset()  # strides count from the storage's start, and copies share one
-            yield name, torch.as_strided(copy, part.shape, part.stride(), first)
-
-    def _whole(self, parts: list[tuple[str, Any, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        if self._spec.stage < 3:
-            yield from ((name, part) for name, _, part in parts)
-            return
-        shards = [(name, (len(part) * self._world.size,), part) for name, _, part in parts]
-        for (name, flat), (_, parameter, _) in zip(gathered(shards, self._world), parts, strict=True):
-            yield name, flat[: parameter.ds_numel].view(parameter.ds_shape)
-
-    def _masters(self) -> Iterator[tuple[str, Tensor]]:
-        if self._spec.dtype == "float32":
-            yield from self.stream_weights()
-            return
-        self._require("model")
-        tensors = self._model.state_dict(keep_vars=True)
-        for name in hugging_face.checkpoint_names(self._model):
-            own = id(tensors[name]) in self._weights
-            yield name, self._deepspeed.utils.safe_get_full_fp32_param(tensors[name]) if own else tensors[name]
 
     # ---- computing ----
 
-    def _before_micro_batch(self, *, last: bool) -> None:
-        """Every micro-batch is alike."""
+    def forward(self, asked: Inputs) -> tuple[Tensor, ...]:
+        """See `Asked`."""
+        return self._engine(asked)
 
-    def _after_passes(self) -> None:
+    def training(self, mode: bool) -> None:
+        """See `Asked`."""
+        self._engine.train(mode)
+
+    def after_passes(self) -> None:
         """Nothing stays gathered."""
 
-    def _backward(self, loss: Tensor) -> None:
+    def before_micro_batch(self, *, last: bool) -> None:
+        """Every micro-batch is alike."""
+
+    def backward(self, loss: Tensor) -> None:
+        """See `Backend`."""
         self._engine.backward(loss)
 
-    def _update(self) -> dict[str, float]:
+    def update(self) -> dict[str, float]:
         """DeepSpeed's own norm over all ranks, its clip, and AdamW on this rank's shard."""
-        lr = learning_rate(self._spec, self._steps)
+        lr = learning_rate(self._spec, self.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._engine.step()
         norm = float(self._optimizer._global_grad_norm)
         if self._optimizer.overflow or not math.isfinite(norm):
-            raise NonFiniteGradient(f"the gradient's norm is infinite or nan at step {self._steps}; the optimizer was not touched")
-        self._steps += 1
+            raise NonFiniteGradient(f"the gradient's norm is infinite or nan at step {self.steps}; the optimizer was not touched")
+        self.steps += 1
         return {"grad_norm": norm, "lr": lr}
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """See `Backend`."""
         deepspeed_state.forget_gradients(self._optimizer)
 
+    # ---- weights ----
+
+    def shape_of(self, tensor: Tensor) -> torch.Size:
+        """See `Backend`."""
+        return getattr(tensor, "ds_shape", tensor.shape)
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Backend`."""
+        named = self.root.named()
+        yield from self._gathered([(n, named[n], part) for n, part in self._readable(named)])
+        yield from ((n, t) for n, t in named.items() if id(t) not in self._weights)
+
+    def masters(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Backend`."""
+        if self._spec.dtype == "float32":
+            yield from self.whole()
+            return
+        for name, tensor in self.root.named().items():
+            own = id(tensor) in self._weights
+            yield name, self._deepspeed.utils.safe_get_full_fp32_param(tensor) if own else tensor
+
     def close(self) -> None:
+        """See `Backend`."""
         if self._engine is not None:
             self._engine.destroy()
-        self._engine = self._optimizer = None
-        self._parameters, self._weights, self._wholes = [], {}, []
-        super().close()
+        for shelf in self.shelves.values():
+            shelf.close()
+        self.root = self._engine = self._optimizer = None
+        self.parameters, self._weights, self._wholes = [], {}, []
+
+    def _own_part(self, parameter: Any) -> Tensor:
+        """What this rank holds of a parameter: in stage 3 a piece of it, laid out flat; below, all of it."""
+        return parameter.ds_tensor.data if self._spec.stage == 3 else parameter.data
+
+    def _readable(self, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parts by name, from the host's copy of their storage while they are away."""
+        wholes = self.shelves["model"].readable()
+        copies = {deepspeed_state.key(own): copy for own, copy in zip(self._wholes, wholes, strict=True)}
+        for name, part in ((n, self._weights[id(t)]) for n, t in named.items() if id(t) in self._weights):
+            copy = copies[deepspeed_state.key(part)]
+            first = copy.storage_offset() + part.storage_offset()  # strides count from the storage's start, and copies share one
+            yield name, torch.as_strided(copy, part.shape, part.stride(), first)
+
+    def _gathered(self, parts: list[tuple[str, Any, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        if self._spec.stage < 3:
+            yield from ((name, part) for name, _, part in parts)
+            return
+        everywhere = Gathering(group=None, size=self._world.size, device=self._world.device)
+        shards = [(name, (len(part) * self._world.size,), part) for name, _, part in parts]
+        for (name, flat), (_, parameter, _) in zip(gathered(shards, everywhere), parts, strict=True):
+            yield name, flat[: parameter.ds_numel].view(parameter.ds_shape)
 
 
-def _engine(deepspeed: Any, root: Scorer, parameters: list[Any], spec: DeepSpeedTrainer) -> Any:
+def _engine(deepspeed: Any, root: Any, parameters: list[Any], spec: DeepSpeedTrainer) -> Any:
     """DeepSpeed's engine around the scorer, with PyTorch's AdamW, which needs no compiler."""
     optimizer = torch.optim.AdamW(parameters, spec.lr, spec.betas, spec.eps, spec.weight_decay, fused=True)
     if spec.stage == 3:

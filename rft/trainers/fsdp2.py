@@ -1,4 +1,4 @@
-"""The Actor under PyTorch's `fully_shard`: fp32 masters and moments in shards, computing in the dtype asked for.
+"""Training under PyTorch's `fully_shard`: fp32 masters and moments in shards, computing in the dtype asked for.
 
 Every rank holds a slice of every parameter, of its gradient and of its moments. In a step with `keep_gathered` the blocks are
 gathered once and stay so over all micro-batches; gradients add up in fp32 on each rank and are reduced once, with the last
@@ -7,14 +7,12 @@ more traffic. Objectives divide by the global batch, so gradients are summed ove
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import get_total_norm
 
 from rft.errors import NonFiniteGradient
@@ -22,92 +20,116 @@ from rft.models import ModelFolder
 from rft.parallel.world import World
 from rft.spec import FSDP2Trainer
 from rft.trainers import hugging_face
-from rft.trainers.actor import ActorTrainer
-from rft.trainers.gathering import gathered
-from rft.trainers.gloo import GlooReduceScatter
-from rft.trainers.protocol import Trainer
+from rft.trainers.actor import Actor
+from rft.trainers.backend import Root
+from rft.trainers.passes import passes
+from rft.trainers.protocol import Part, Trainer
 from rft.trainers.schedule import learning_rate
-from rft.trainers.scorer import Scorer
+from rft.trainers.scorer import bare_scorer, scorer
+from rft.trainers.sharded import Sharded, local, on_rank_0
 from rft.trainers.shelf import Shelf
 
-
-def build(spec: FSDP2Trainer, model: ModelFolder, world: World) -> Trainer:
-    """Loads the model on every rank's host, and shards it over the whole world. Collective. Raises `BadInput` for what cannot work."""
-    return _FSDP2(spec, model, world)
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class _FSDP2(ActorTrainer):
+def build(spec: FSDP2Trainer, folder: ModelFolder, world: World) -> Trainer:
+    """Loads the model, and shards it. Collective. Raises `BadInput` for what cannot work."""
+    root = on_rank_0(
+        world,
+        lambda: scorer(hugging_face.load(folder, checkpointing=spec.gradient_checkpointing)),
+        lambda layout: bare_scorer(hugging_face.empty(folder, checkpointing=spec.gradient_checkpointing), layout),
+    )
+    through = passes(root, world, dtype=spec.dtype, budget=spec.micro_batch_tokens)
+    return Actor(FSDP2(root, spec, world), through, folder)
+
+
+class FSDP2(Sharded):
+    """A sharded root with AdamW; see the module's head."""
+
     name = "fsdp2"
 
-    def __init__(self, spec: FSDP2Trainer, folder: ModelFolder, world: World) -> None:
-        super().__init__(spec, folder, world)
-        self._spec = spec
-        _shard(self._scorer, spec, world)
-        self._sharded = [module for module in self._scorer.modules() if isinstance(module, FSDPModule)]
-        self._parameters: list[Any] = list(self._model.parameters())
-        self._optimizer: Any = _adamw(self._parameters, spec)
-        moments = [self._optimizer.state[p][name] for p in self._parameters for name in ("exp_avg", "exp_avg_sq")]
-        self._shelves = {"model": Shelf(_local(self._parameters)), "optimizer": Shelf(_local(moments))}
-        self._steps = 0
+    def __init__(self, root: Root, spec: FSDP2Trainer, world: World) -> None:
+        super().__init__(root, world, dtype=spec.dtype, shards=spec.shards, keep_gathered=spec.keep_gathered, on_host=spec.offload)
+        self._spec, self.managed, self.steps = spec, spec.offload, 0
+        self._trained = [p for p in self.parameters if p.requires_grad]
+        self._optimizer: Any = _adamw(self._trained, spec)
+        self._moments = Shelf([] if spec.offload else local([self._state(p)[m] for p in self._trained for m in MOMENTS]))
+        self.shelves: dict[Part, Shelf] = {"model": self.weights, "optimizer": self._moments}
 
-    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
-        tensors = self._model.state_dict(keep_vars=True)
-        here = dict(zip(map(id, self._parameters), self._shelves["model"].readable(), strict=True))
-        names = hugging_face.checkpoint_names(self._model)
-        split = sum(id(tensors[n]) in here for n in names)
-        yield from gathered([(n, tuple(tensors[n].shape), here[id(tensors[n])]) for n in names[:split]], self._world)
-        yield from ((n, tensors[n]) for n in names[split:])
+    # ---- computing ----
 
-    def _before_micro_batch(self, *, last: bool) -> None:
+    def before_micro_batch(self, *, last: bool) -> None:
+        """See `Backend`."""
         if self._spec.keep_gathered:
-            self._scorer.set_reshard_after_backward(last)
-            self._scorer.set_requires_gradient_sync(last)
+            self.root.set_reshard_after_backward(last)
+            self.root.set_requires_gradient_sync(last)
 
-    def _backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
+        """See `Backend`."""
         torch.autograd.backward(loss)
 
-    def _update(self) -> dict[str, float]:
+    def update(self) -> dict[str, float]:
         """One global norm over all parameters, the clip, and AdamW."""
-        gradients = _local([p.grad for p in self._parameters if p.grad is not None])
+        gradients = local([p.grad for p in self._trained if p.grad is not None])
         norm = self._norm(gradients)
         if not math.isfinite(norm):
-            raise NonFiniteGradient(f"the gradient's norm is {norm} at step {self._steps}; the optimizer was not touched")
+            raise NonFiniteGradient(f"the gradient's norm is {norm} at step {self.steps}; the optimizer was not touched")
         if norm > self._spec.max_grad_norm:
             for gradient in gradients:
                 _ = gradient.mul_(self._spec.max_grad_norm / norm)
-        lr = learning_rate(self._spec, self._steps)
+        lr = learning_rate(self._spec, self.steps)
         self._optimizer.param_groups[0]["lr"] = lr
         self._optimizer.step()
-        self._steps += 1
+        self.steps += 1
         return {"grad_norm": norm, "lr": lr}
 
     def _norm(self, gradients: list[Tensor]) -> float:
         square = get_total_norm(gradients).double().square().cpu()
         _ = dist.all_reduce(square, group=self._world.host)
-        return float(square.sqrt())
+        return float((square / (self._world.size // self._count)).sqrt())  # each slice is there once in every group of shards
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """See `Backend`."""
         self._optimizer.zero_grad()
 
-    def _after_passes(self) -> None:
-        # What a forward without gradient gathered stays gathered, as does the root, until somebody says otherwise.
-        for module in self._sharded:
-            module.reshard()
+    # ---- weights and moments ----
+
+    def masters(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Backend`."""
+        return self.whole()
+
+    def saved(self) -> dict[str, Tensor]:
+        """See `Saved`."""
+        tensors: dict[str, Tensor] = {f"model.{n}": self.on_host(p, part) for n, (p, part) in self.sliced().items()}
+        for m, parts in zip(MOMENTS, self._moment_parts(), strict=True):
+            tensors |= {f"optimizer.{m}.{n}": self.on_host(p, parts[id(p)]) for n, (p, _) in self.sliced().items() if id(p) in parts}
+        return {**tensors, "optimizer.steps": torch.tensor(self.steps)}
+
+    def install(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Saved`."""
+        moments = self._moment_parts()
+        for n, (p, part) in self.sliced().items():
+            _ = part.copy_(_part(tensors[f"model.{n}"]))
+            for m, parts in zip(MOMENTS, moments, strict=True):
+                if id(p) in parts:
+                    _ = parts[id(p)].copy_(_part(tensors[f"optimizer.{m}.{n}"]))
+        self.steps = int(tensors["optimizer.steps"])
+        for p in self._trained:
+            _ = self._state(p)["step"].fill_(self.steps)
 
     def close(self) -> None:
-        self._optimizer, self._parameters, self._sharded = None, [], []
+        """See `Backend`."""
+        self._moments.close()
+        self._optimizer, self._trained = None, []
         super().close()
 
+    def _state(self, parameter: Any) -> dict[str, Any]:
+        return self._optimizer.state[parameter]
 
-def _shard(root: Scorer, spec: FSDP2Trainer, world: World) -> None:
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    for module in [*hugging_face.blocks(root.model), root]:
-        # What the scorer itself is given is to keep its dtype: temperatures are fp32.
-        dtypes: dict[str, Any] = {"param_dtype": getattr(torch, spec.dtype), "reduce_dtype": torch.float32}
-        policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=module is not root)
-        sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not spec.keep_gathered)
-        if world.device.type == "cpu" and world.size > 1:
-            sharded.set_custom_reduce_scatter(GlooReduceScatter())
+    def _moment_parts(self) -> list[dict[int, Tensor]]:
+        """For each moment: this rank's slices by the identity of their parameters, from the host while they are away."""
+        flat = self._moments.readable() or local([self._state(p)[m] for p in self._trained for m in MOMENTS])
+        return [dict(zip(map(id, self._trained), flat[first :: len(MOMENTS)], strict=True)) for first in range(len(MOMENTS))]
 
 
 def _adamw(parameters: list[Any], spec: FSDP2Trainer) -> Any:
@@ -115,9 +137,9 @@ def _adamw(parameters: list[Any], spec: FSDP2Trainer) -> Any:
     optimizer = torch.optim.AdamW(parameters, spec.lr, spec.betas, spec.eps, spec.weight_decay, fused=True)
     for p in parameters:
         step = torch.zeros((), dtype=torch.float32, device=p.device)
-        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        optimizer.state[p] = {"step": step, **{moment: torch.zeros_like(p) for moment in MOMENTS}}
     return optimizer
 
 
-def _local(tensors: list[Any]) -> list[Tensor]:
-    return [tensor.detach().to_local() for tensor in tensors]
+def _part(tensor: Any) -> Tensor:
+    return tensor.to_local()

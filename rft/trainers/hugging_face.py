@@ -3,16 +3,18 @@
 import copy
 import os
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rft.errors import BadInput
 from rft.models import ModelFolder, attention_of
+from rft.parallel.world import World
 
 
 def load(folder: ModelFolder, *, checkpointing: bool) -> Any:
@@ -23,14 +25,7 @@ def load(folder: ModelFolder, *, checkpointing: bool) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    config = _without_dropout(copy.deepcopy(folder.config))
-    options: dict[str, Any] = {
-        "config": config,
-        "dtype": torch.float32,
-        "output_loading_info": True,
-        "attn_implementation": attention_of(config),
-        "ignore_mismatched_sizes": True,
-    }
+    options: dict[str, Any] = {**_options(folder), "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         with _without_progress_bars():
             model, report = cast(Any, AutoModelForCausalLM).from_pretrained(folder.path, **options)
@@ -41,7 +36,27 @@ def load(folder: ModelFolder, *, checkpointing: bool) -> Any:
         raise BadInput(f"{folder.path} lacks weights, or has them in another shape: {', '.join(lost[:5])} ({len(lost)} in all)")
     if getattr(model, "_weight_conversions", None):
         raise BadInput(f"{type(model).__name__} is stored under other names than it has in memory; this trainer cannot stream it yet")
-    if checkpointing:
+    return _checkpointing(model, checkpointing)
+
+
+def empty(folder: ModelFolder, *, checkpointing: bool) -> Any:
+    """The same model, its parameters on the meta device and to be filled in; its buffers are real."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        model: Any = cast(Any, AutoModelForCausalLM).from_config(**_options(folder))
+    model.tie_weights()
+    return _checkpointing(model, checkpointing)
+
+
+def _options(folder: ModelFolder) -> dict[str, Any]:
+    config = _without_dropout(copy.deepcopy(folder.config))
+    return {"config": config, "dtype": torch.float32, "attn_implementation": attention_of(config)}
+
+
+def _checkpointing(model: Any, wanted: bool) -> Any:
+    if wanted:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
@@ -55,15 +70,33 @@ def blocks(model: Any) -> list[nn.Module]:
     return found
 
 
-def checkpoint_names(model: Any) -> list[str]:
-    """The names that `save_pretrained` writes, parameters before buffers: tied tensors once, no buffers that are not persistent."""
+def named_tensors(model: Any) -> dict[str, Tensor]:
+    """What `save_pretrained` writes, by name, parameters before buffers: tied tensors once, no buffers that are not persistent."""
     kept: dict[str, Tensor] = model.state_dict(keep_vars=True)
     aliases: set[str] = set(model.all_tied_weights_keys)
     first: dict[int, str] = {}
     for name, tensor in sorted(kept.items(), key=lambda item: item[0] in aliases):
         _ = first.setdefault(id(tensor), name)
     names = set(first.values())
-    return sorted((name for name in kept if name in names), key=lambda name: not isinstance(kept[name], nn.Parameter))
+    return dict(sorted(((n, t) for n, t in kept.items() if n in names), key=lambda pair: not isinstance(pair[1], nn.Parameter)))
+
+
+def export(path: Path, weights: Iterable[tuple[str, Tensor]], model: Any, folder: ModelFolder, world: World) -> None:
+    """Writes whole tensors as an ordinary Hugging Face folder, in the dtype that the model came in. Collective; rank 0 writes.
+
+    Raises `BadInput` on all ranks where it cannot be written.
+    """
+    dtype = folder.config.dtype or torch.float32
+    kept = {n: t.to("cpu", dtype, copy=True) for n, t in weights if world.rank == 0}
+    problem: list[str | None] = [None]
+    if world.rank == 0:
+        try:
+            write(path, kept, model, folder)
+        except OSError as error:
+            problem = [f"the model could not be written to {path}: {error}"]
+    dist.broadcast_object_list(problem, group=world.host, group_src=0)
+    if problem[0] is not None:
+        raise BadInput(problem[0])
 
 
 def write(path: Path, weights: Mapping[str, Tensor], model: Any, folder: ModelFolder) -> None:

@@ -134,6 +134,8 @@ class Trainer(Saved, Protocol):
     """The sharded Actor with its optimizer."""
 
     name: str
+    managed: bool
+    """Whether the backend keeps weights or moments on the host by itself, and brings them to the device when it needs them."""
 
     def manifest(self) -> tuple[TensorSpec, ...]:
         """Every tensor that `stream_weights` gives, in its order: parameters, and the persistent buffers that checkpoints have."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rft.errors import BadInput
 from rft.ops.scores import head_scores
 from rft.parallel.batches import Layout
-from rft.trainers import packed
+from rft.trainers import hugging_face, packed
 from rft.trainers.inputs import Inputs, inputs
 
 log = logging.getLogger("rft")
@@ -39,6 +39,10 @@ class Scorer(nn.Module):
         heat = torch.where(asked.temperature == 0, 1.0, asked.temperature) / self._scale
         return head_scores(predicting, head.weight, asked.targets, heat, bias=head.bias, softcap=self._softcap)
 
+    def named(self) -> dict[str, Tensor]:
+        """See `Root`."""
+        return hugging_face.named_tensors(self.model)
+
 
 def scorer(model: Any) -> Scorer:
     """The scorer of a model that lies on the host: tried out on a few tokens, with packed rows where it can take them.
@@ -63,6 +67,13 @@ def scorer(model: Any) -> Scorer:
         made.layout = "padded"
         log.warning("%s cannot take packed rows, they are padded: %s", name, why)
     return made
+
+
+def bare_scorer(model: Any, layout: Layout) -> Scorer:
+    """A scorer in a layout that was found elsewhere; nothing is tried out."""
+    if layout == "packed":
+        packed.prepare(model)
+    return Scorer(model, layout)
 
 
 def _scale(config: Any) -> float:

@@ -21,9 +21,9 @@ def specification(backend: str, options: dict[str, Any]) -> Training:
 
 def gradient(trainer: Any) -> dict[str, Tensor]:
     """That of the first step, whole, if nothing was clipped: AdamW's first moment is then (1 − β₁) times it. Collective."""
-    named = dict(trainer._model.named_parameters())
+    named = dict(trainer._backend.root.model.named_parameters())
     if trainer.name == "fsdp2":
-        moments = {name: trainer._optimizer.state[p]["exp_avg"].full_tensor() for name, p in named.items()}
+        moments = {name: trainer._backend._optimizer.state[p]["exp_avg"].full_tensor() for name, p in named.items()}
     else:
         from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -33,13 +33,13 @@ def gradient(trainer: Any) -> dict[str, Tensor]:
 
 def held(trainer: Any) -> list[int]:
     """Bytes that each storage of the weights and their masters, of the moments and lasting gradients has now."""
-    return [tensor.untyped_storage().nbytes() for shelf in trainer._shelves.values() for tensor in shelf._tensors]
+    return [tensor.untyped_storage().nbytes() for shelf in trainer._backend.shelves.values() for tensor in shelf._tensors]
 
 
 def masters(trainer: Any) -> set[torch.dtype]:
     """Dtypes of what the optimizer updates."""
     if trainer.name == "fsdp2":
-        return {p.dtype for p in trainer._parameters}
+        return {p.dtype for p in trainer._backend.parameters}
     from rft.trainers import deepspeed_state
 
-    return {master.dtype for master in deepspeed_state.masters(trainer._optimizer)}
+    return {master.dtype for master in deepspeed_state.masters(trainer._backend._optimizer)}

@@ -117,7 +117,7 @@ def many_equal_micro_batches(world: World) -> Any:
 def compute_dtype(world: World) -> Any:
     trainer = build(world, dtype="bfloat16")
     seen: list[torch.dtype] = []
-    layer = trainer._model.model.layers[1].mlp.up_proj
+    layer = trainer._backend.root.model.model.layers[1].mlp.up_proj
     layer.register_forward_pre_hook(lambda module, args: seen.extend([module.weight.dtype, args[0].dtype]))
     trainer.step(*share(world), grpo())
     return {"dtypes": seen, "masters": backends.masters(trainer)}
@@ -199,7 +199,7 @@ def one_rank_copies_nothing(world: World) -> Any:
     if backend != "fsdp2":
         return [world.size == 1]
     trainer = build(world)
-    own = {p.detach().to_local().data_ptr() for p in trainer._parameters}
+    own = {p.detach().to_local().data_ptr() for p in trainer._backend.parameters}
     return [tensor.data_ptr() in own for _, tensor in trainer.stream_weights()]
 
 

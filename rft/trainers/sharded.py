@@ -1,0 +1,170 @@
+"""A model under PyTorch's `fully_shard`: every rank holds a slice of every parameter, and gathers what it computes with.
+
+The whole of a model is read by rank 0 alone; the others begin with parameters without memory, and are sent their slices.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from rft.errors import BadInput
+from rft.parallel.batches import Layout
+from rft.parallel.world import World
+from rft.trainers import hugging_face
+from rft.trainers.backend import Root
+from rft.trainers.gathering import Gathering, gathered
+from rft.trainers.gloo import GlooReduceScatter
+from rft.trainers.inputs import Inputs
+from rft.trainers.shelf import Shelf
+
+R = TypeVar("R", bound=Root)
+
+
+class Sharded:
+    """A root, sharded over groups of `shards` neighbouring ranks (None: all ranks), each of which holds all of it."""
+
+    def __init__(
+        self, root: Root, world: World, *, dtype: str, shards: int | None = None, keep_gathered: bool, on_host: bool = False
+    ) -> None:
+        self.root: Any = root
+        self._world, self._count, self._on_host = world, shards or world.size, on_host
+        self._mesh = _mesh(world.device.type, world, self._count)
+        whole = root.named() if world.rank == 0 and world.size > 1 else {}
+        self._shard(dtype, keep_gathered)
+        self.modules = [module for module in self.root.modules() if isinstance(module, FSDPModule)]
+        self.parameters: list[Any] = list(self.root.parameters())
+        self._give_memory()
+        self._hand_out(whole)
+        self.weights = Shelf([] if on_host else local(self.parameters))
+
+    # ---- computing ----
+
+    def forward(self, asked: Inputs) -> tuple[Tensor, ...]:
+        """See `Asked`."""
+        return self.root(asked)
+
+    def training(self, mode: bool) -> None:
+        """See `Asked`."""
+        self.root.train(mode)
+
+    def after_passes(self) -> None:
+        """See `Asked`."""
+        # What a forward without gradient gathered stays gathered, as does the root, until somebody says otherwise.
+        for module in self.modules:
+            module.reshard()
+
+    # ---- weights ----
+
+    def shape_of(self, tensor: Tensor) -> torch.Size:
+        """See `Backend`."""
+        return tensor.shape
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Backend`."""
+        named = self.root.named()
+        parts = self._readable()
+        shards = [(n, tuple(t.shape), parts[id(t)]) for n, t in named.items() if id(t) in parts]
+        yield from gathered(shards, self._gathering())
+        yield from ((n, t) for n, t in named.items() if id(t) not in parts)
+
+    def sliced(self) -> dict[str, tuple[Any, Tensor]]:
+        """Every named parameter, and this rank's slice of it, from the host while it is away."""
+        parts = self._readable()
+        return {n: (t, parts[id(t)]) for n, t in self.root.named().items() if id(t) in parts}
+
+    def on_host(self, parameter: Any, part: Tensor) -> DTensor:
+        """A copy on the host of this rank's slice of a parameter, or of something of its shape."""
+        mesh = _mesh("cpu", self._world, self._count)
+        copy = part.detach().to("cpu", copy=True)
+        return DTensor.from_local(copy, mesh, [Replicate(), Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+    def mine(self, whole: Tensor) -> Tensor:
+        """This rank's slice of a whole tensor."""
+        parts = whole.chunk(self._count, dim=0)
+        rank = self._world.rank % self._count
+        return parts[rank] if rank < len(parts) else whole[:0]
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self.weights.close()
+        self.root, self.modules, self.parameters = None, [], []
+        if self._world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _readable(self) -> dict[int, Tensor]:
+        """This rank's slices, by the identity of their parameters."""
+        parts = self.weights.readable() or local(self.parameters)
+        return dict(zip(map(id, self.parameters), parts, strict=True))
+
+    def _gathering(self) -> Gathering:
+        group: Any = self._mesh.get_group("shard") if self._count > 1 else None
+        return Gathering(group=group, size=self._count, device=self._world.device)
+
+    def _shard(self, dtype: str, keep_gathered: bool) -> None:
+        offload = CPUOffloadPolicy(pin_memory=self._world.device.type == "cuda") if self._on_host else OffloadPolicy()
+        mesh = self._mesh["shard"] if self._count == self._world.size else self._mesh
+        for module in [*hugging_face.blocks(self.root.model), self.root]:
+            # What the root itself is given is to keep its dtype: temperatures are fp32.
+            dtypes: dict[str, Any] = {"param_dtype": getattr(torch, dtype), "reduce_dtype": torch.float32}
+            policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=module is not self.root)
+            options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload, "reshard_after_forward": not keep_gathered}
+            sharded: Any = fully_shard(module, mesh=mesh, **options)
+            if self._world.device.type == "cpu" and self._count > 1:
+                sharded.set_custom_reduce_scatter(GlooReduceScatter())
+
+    def _give_memory(self) -> None:
+        """To slices that have none yet; buffers have theirs."""
+        buffers = [(m, n, b.to(self._world.device)) for m in self.root.modules() for n, b in m.named_buffers(recurse=False)]
+        if any(p.is_meta for p in self.root.parameters()):
+            self.root.to_empty(device="cpu" if self._on_host else self._world.device)
+        for module, name, buffer in buffers:
+            module.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
+
+    def _hand_out(self, whole: Mapping[str, Tensor]) -> None:
+        """Rank 0's tensors, one at a time; each rank keeps its slice."""
+        if self._world.size == 1:
+            return
+        ours = set(map(id, self.parameters))
+        for name, tensor in self.root.named().items():
+            sent = whole[name].to(self._world.device) if whole else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
+            _ = dist.broadcast(sent, src=0)
+            if not whole:
+                here: Any = tensor.detach()
+                _ = here.to_local().copy_(self.mine(sent)) if id(tensor) in ours else here.copy_(sent)
+
+
+def local(tensors: list[Any]) -> list[Tensor]:
+    """This rank's slices."""
+    return [tensor.detach().to_local() for tensor in tensors]
+
+
+def on_rank_0(world: World, whole: Callable[[], R], like: Callable[[Layout], R]) -> R:
+    """The root as rank 0 makes it; on the others `like`, in the same layout, without memory for weights. Collective.
+
+    What goes wrong on rank 0 is raised on all.
+    """
+    made, failure = None, None
+    if world.rank == 0:
+        try:
+            made = whole()
+        except BadInput as error:
+            failure = error
+    told: list[tuple[str | None, Layout]] = [(str(failure) if failure else None, made.layout if made else "padded")]
+    if world.size > 1:
+        dist.broadcast_object_list(told, src=0, group=world.host)
+    problem, layout = told[0]
+    if problem is not None:
+        raise BadInput(problem) from failure
+    return made or like(layout)
+
+
+def _mesh(kind: str, world: World, shards: int) -> DeviceMesh:
+    if shards < 1 or world.size % shards:
+        raise BadInput(f"shards={shards} does not divide the world size {world.size}; start torchrun with a multiple of {shards} processes")
+    return init_device_mesh(kind, (world.size // shards, shards), mesh_dim_names=("replicate", "shard"))
