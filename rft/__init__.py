@@ -27,13 +27,14 @@ from rft.errors import (
 )
 from rft.experience import Draw, Experience, Minibatch, Prompts, Rollouts, Sampling, assemble, concatenate, demonstrations, experience, take
 from rft.ledger import TABLE, Edge, describe, legal, observation, transition
-from rft.loops import Collected, Evaluation, Wanted, collect, collect_groups, evaluate, refresh, teaches, update
+from rft.loops import Collected, Evaluation, Wanted, collect, collect_groups, evaluate, refresh, teaches, update, use
 from rft.objectives import (
     LossTerms,
     MicroBatch,
     Objective,
     TokenScores,
     Totals,
+    ValueObjective,
     combined,
     entropy_bonus,
     grpo,
@@ -43,9 +44,26 @@ from rft.objectives import (
 )
 from rft.ops.metrics import Metric
 from rft.rewards.scoring import RewardFailure, RewardFunction, Rewards, Sample
-from rft.spec import DeepSpeedTrainer, EngineSpec, FSDP2Trainer, LaunchSpec, TrainerSpec, TransformersEngine, VLLMEngine
+from rft.spec import (
+    Critic,
+    DeepSpeedTrainer,
+    EngineSpec,
+    FSDP2Trainer,
+    LaunchSpec,
+    MovingAverage,
+    Reference,
+    RewardModel,
+    SharedCritic,
+    TrainerSpec,
+    TransformersEngine,
+    VLLMEngine,
+)
 from rft.state import (
     ACTOR_OPTIMIZER,
+    CRITIC,
+    CRITIC_OPTIMIZER,
+    EMA,
+    REFERENCE,
     A,
     Asleep,
     Awake,
@@ -63,6 +81,7 @@ from rft.state import (
     Stale,
     W,
     is_ready,
+    reward_model,
     then,
 )
 from rft.steps import (
@@ -77,23 +96,32 @@ from rft.steps import (
     generate,
     generate_stale,
     launch,
+    model_rewards,
     offload,
     offload_actor,
     over_ranks,
     recover,
+    reference_logprobs,
     reload,
     reload_actor,
     rewards,
     sleep,
     sleep_keeping,
     supervised_step,
+    train_critic,
     train_step,
+    update_ema,
+    values,
     wake,
 )
 
 __all__ = [
     # the state
     "ACTOR_OPTIMIZER",
+    "CRITIC",
+    "CRITIC_OPTIMIZER",
+    "EMA",
+    "REFERENCE",
     "A",
     "Asleep",
     "Awake",
@@ -111,6 +139,7 @@ __all__ = [
     "Stale",
     "W",
     "is_ready",
+    "reward_model",
     "then",
     # steps
     "Metrics",
@@ -124,17 +153,22 @@ __all__ = [
     "generate",
     "generate_stale",
     "launch",
+    "model_rewards",
     "offload",
     "offload_actor",
     "over_ranks",
     "recover",
+    "reference_logprobs",
     "reload",
     "reload_actor",
     "rewards",
     "sleep",
     "sleep_keeping",
     "supervised_step",
+    "train_critic",
     "train_step",
+    "update_ema",
+    "values",
     "wake",
     # the table, and decorators for steps of your own
     "TABLE",
@@ -153,11 +187,17 @@ __all__ = [
     "refresh",
     "teaches",
     "update",
+    "use",
     # what launch is given
-    "EngineSpec",
+    "Critic",
     "DeepSpeedTrainer",
+    "EngineSpec",
     "FSDP2Trainer",
     "LaunchSpec",
+    "MovingAverage",
+    "Reference",
+    "RewardModel",
+    "SharedCritic",
     "TrainerSpec",
     "TransformersEngine",
     "VLLMEngine",
@@ -183,6 +223,7 @@ __all__ = [
     "Objective",
     "TokenScores",
     "Totals",
+    "ValueObjective",
     "combined",
     "entropy_bonus",
     "grpo",

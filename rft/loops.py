@@ -6,7 +6,7 @@ They know nothing that a user's function could not know; none is a step.
 import dataclasses as dc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Int64
@@ -18,8 +18,10 @@ from rft.experience import Experience, Prompts, Rollouts, Sampling, assemble
 from rft.objectives import Objective
 from rft.ops import groups
 from rft.rewards.scoring import RewardFunction, Rewards
-from rft.state import A, Asleep, Awake, E, Fresh, NoOld, O, OldLogProbs, OnDevice, RuntimeState, Stale
-from rft.steps import Metrics, average, broadcast, finish_batch, generate, rewards, train_step, wake
+from rft.state import A, Asleep, Awake, E, Fresh, NoOld, O, OldLogProbs, OnDevice, Role, RuntimeState, Stale, W
+from rft.steps import Metrics, average, broadcast, finish_batch, generate, offload, reload, rewards, train_step, wake
+
+T = TypeVar("T")
 
 
 def refresh(state: RuntimeState[Asleep, Fresh | Stale, A, O], /) -> RuntimeState[Awake, Fresh, A, O]:
@@ -27,6 +29,20 @@ def refresh(state: RuntimeState[Asleep, Fresh | Stale, A, O], /) -> RuntimeState
     if type(state.engine) is not Asleep:
         raise IllegalStep("refresh(state) is broadcast and wake, and the engine is awake; write instead: state = broadcast(state)")
     return wake(broadcast(state))
+
+
+def use(
+    state: RuntimeState[E, W, A, O], role: Role, observe: Callable[[RuntimeState[E, W, A, O]], T], /
+) -> tuple[RuntimeState[E, W, A, O], T]:
+    """Reloads a role, observes with it, and offloads it again.
+
+        state, reference = use(state, REFERENCE, lambda s: reference_logprobs(s, rollouts))
+
+    A role that is on the device already is refused, since it would not stay there: observe it directly.
+    """
+    there = reload(state, role)
+    value = observe(there)
+    return offload(there, role), value
 
 
 @dc.dataclass(frozen=True, kw_only=True, eq=False)

@@ -39,6 +39,16 @@ Role = NewType("Role", str)
 """Names what can be moved beside the Actor. The Actor is an axis of the state, and no `Role`."""
 
 ACTOR_OPTIMIZER = Role("actor_optimizer")
+REFERENCE = Role("reference")
+EMA = Role("ema")
+CRITIC = Role("critic")
+CRITIC_OPTIMIZER = Role("critic_optimizer")
+
+
+def reward_model(name: str) -> Role:
+    """The role of the local reward model that `LaunchSpec.reward_models` calls `name`."""
+    return Role(f"reward model {name}")
+
 
 # ---- the four axes ----
 
@@ -236,17 +246,36 @@ def then(
     )
 
 
-def first_state(devices: Devices, roles: Roles) -> RuntimeState[Asleep, Stale, OnDevice, NoOld]:
+def first_state(devices: Devices, roles: Roles, *, managed: bool = False) -> RuntimeState[Asleep, Stale, OnDevice, NoOld]:
     """The state that a launch begins with."""
     return RuntimeState(
         engine=Asleep(),
         weights=Stale(None),
-        actor=OnDevice(),
+        actor=OnDevice(managed),
         old=NoOld(),
         roles=roles,
         version=PolicyVersion(0),
         generation=0,
         devices=devices,
+    )
+
+
+def restored_state(
+    state: RuntimeState[Any, Any, Any, Any], actor: OnDevice, version: PolicyVersion, *, generation: int
+) -> RuntimeState[Asleep, Stale, OnDevice, NoOld]:
+    """The state of a run that goes on at `version`: newer than every state of these devices, and than `generation`, the saved one's.
+
+    The other roles lie where `state` has them, whether it lives or not.
+    """
+    return RuntimeState(
+        engine=Asleep(),
+        weights=Stale(None),
+        actor=actor,
+        old=NoOld(),
+        roles=state.roles,
+        version=version,
+        generation=max(state.devices.ledger.generation, generation) + 1,
+        devices=state.devices,
     )
 
 

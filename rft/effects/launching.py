@@ -3,16 +3,18 @@
 import contextlib
 import logging
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from rft.effects.runtime import Runtime
-from rft.models import find_model
-from rft.parallel.last_words import last_words
+from rft.effects.runtime import Beside, Runtime
+from rft.models import ModelFolder, find_model
 from rft.parallel.lockstep import Lockstep
-from rft.parallel.world import open_world
-from rft.spec import LaunchSpec
+from rft.parallel.world import World, open_world
+from rft.spec import Critic, LaunchSpec, MovingAverage, Reference, SharedCritic, Where
+from rft.state import ACTOR_OPTIMIZER, CRITIC, CRITIC_OPTIMIZER, EMA, REFERENCE, Placement, Role, Roles, reward_model
+from rft.trainers.protocol import Frozen, Judge, Trainer
 
 log = logging.getLogger("rft")
 T = TypeVar("T")
@@ -28,10 +30,10 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
     with contextlib.ExitStack() as stack:
         joined = dist.is_initialized()
         world = open_world(spec.tensor_parallel, timeout_s=spec.deadline_s)
+        lockstep = Lockstep(world, spec.deadline_s)
+        stack.enter_context(lockstep.watched())  # the leaving of the world too, which can hang like any collective
         if not joined:
             _ = stack.callback(_leave_world)
-        lockstep = Lockstep(world, spec.deadline_s)
-        stack.enter_context(last_words(lockstep.table))
         engine = None
         if spec.engine is not None:
             build = spec.engine.build
@@ -42,7 +44,59 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
             log.info("engine %s: weights %.1f MiB, cache %.1f MiB when awake", engine.name, memory.weights / 2**20, memory.cache / 2**20)
         trainer = _built(lockstep, lambda: spec.trainer.build(model, world))
         _ = stack.callback(trainer.close)
-        yield Runtime(spec=spec, model=model, world=world, trainer=trainer, engine=engine, lockstep=lockstep)
+        beside = _beside(spec, model, world, trainer, lockstep, stack)
+        _ = stack.push(lockstep.close)
+        yield Runtime(spec=spec, model=model, world=world, trainer=trainer, engine=engine, lockstep=lockstep, beside=beside)
+
+
+def roles(runtime: Runtime) -> Roles:
+    """Where everything beside the Actor's weights and the engine lies after launch."""
+    spec, beside = runtime.spec, runtime.beside
+    where: dict[Role, Where] = {ACTOR_OPTIMIZER: "device"}
+    where |= {role: wanted.where for role, wanted in _frozen(spec).items()}
+    where |= {reward_model(name): wanted.where for name, wanted in spec.reward_models.items()}
+    if beside.critic is not None and isinstance(spec.critic, Critic):
+        where |= dict.fromkeys((CRITIC, CRITIC_OPTIMIZER), spec.critic.where)
+    elif beside.critic is not None:
+        where |= dict.fromkeys((CRITIC, CRITIC_OPTIMIZER), "device")
+    where |= dict.fromkeys(beside.by_actor, "device")
+    return Roles(tuple(Placement(role, there, runtime.movable[role].bytes) for role, there in where.items()))
+
+
+def _beside(
+    spec: LaunchSpec, model: ModelFolder, world: World, trainer: Trainer, lockstep: Lockstep, stack: contextlib.ExitStack
+) -> Beside:
+    """The models beside the Actor, one after the other; each goes to the host at once if that is where it is to lie."""
+    frozen, judges, by_actor = dict[Role, Frozen](), dict[Role, Judge](), set[Role]()
+    for role, wanted in _frozen(spec).items():
+        frozen[role] = _built(lockstep, partial(wanted.build, model, world))
+        _settled(frozen[role], wanted.where, stack)
+    for name, wanted in spec.reward_models.items():
+        judges[reward_model(name)] = judge = _built(lockstep, partial(wanted.build, model, world))
+        _settled(judge, wanted.where, stack)
+    critic = None
+    if isinstance(spec.critic, SharedCritic):
+        critic = _built(lockstep, partial(spec.critic.build, trainer, world))
+        by_actor |= {CRITIC}
+        _ = stack.callback(critic.close)
+    elif spec.critic is not None:
+        critic = _built(lockstep, partial(spec.critic.build, model, world))
+        _ = stack.callback(critic.close)
+        if spec.critic.where == "host":
+            critic.offload("model")
+            critic.offload("optimizer")
+    return Beside(frozen=frozen, judges=judges, critic=critic, by_actor=frozenset(by_actor))
+
+
+def _frozen(spec: LaunchSpec) -> dict[Role, Reference | MovingAverage]:
+    wanted = {REFERENCE: spec.reference, EMA: spec.ema}
+    return {role: each for role, each in wanted.items() if each is not None}
+
+
+def _settled(model: Frozen | Judge, where: Where, stack: contextlib.ExitStack) -> None:
+    _ = stack.callback(model.close)
+    if where == "host":
+        model.offload()
 
 
 def _leave_world() -> None:

@@ -6,11 +6,7 @@ from rft.effects.budget import require_room
 from rft.effects.runtime import Runtime, runtime_of
 from rft.engines.protocol import Keeping
 from rft.errors import RoleError
-from rft.state import ACTOR_OPTIMIZER, Asleep, Awake, Fresh, Offloaded, OnDevice, Role, Roles, RuntimeState
-from rft.trainers.protocol import Part
-
-PARTS: dict[Role, Part] = {ACTOR_OPTIMIZER: "optimizer"}
-"""Which part of the trainer a role is."""
+from rft.state import Asleep, Awake, Fresh, Offloaded, OnDevice, Role, Roles, RuntimeState
 
 
 def wake(state: RuntimeState[Any, Fresh, Any, Any]) -> Awake:
@@ -46,7 +42,9 @@ def recover(state: RuntimeState[Any, Any, Any, Any]) -> Asleep:
 
 def offload_actor(state: RuntimeState[Any, Any, Any, Any]) -> Offloaded:
     """Device to host; what it frees goes back to the driver."""
-    _move(runtime_of(state), "model", "host")
+    runtime = runtime_of(state)
+    with runtime.ledger.irreversible("runtime"):
+        runtime.trainer.offload("model")
     return Offloaded()
 
 
@@ -63,29 +61,40 @@ def reload_actor(state: RuntimeState[Any, Any, Any, Any]) -> OnDevice:
 def offload(state: RuntimeState[Any, Any, Any, Any], role: Role) -> Roles:
     """Another role, device to host. Raises `RoleError` where it is not there, or on the host already."""
     _require_at("offload", state, role, "device")
-    _move(runtime_of(state), PARTS[role], "host")
+    runtime = runtime_of(state)
+    with runtime.ledger.irreversible("runtime"):
+        runtime.movable[role].offload()
     return state.roles.moved(role, "host")
 
 
 def reload(state: RuntimeState[Any, Any, Any, Any], role: Role) -> Roles:
     """Another role, host to device. Raises `RoleError` where it is not there, or on the device already; `DoesNotFit`."""
     _require_at("reload", state, role, "host")
+    runtime = runtime_of(state)
+    _require_turn(runtime, state, role)
     require_room(f"reload(state, {role!r})", state, {role: state.roles.of(role).bytes})
-    _move(runtime_of(state), PARTS[role], "device")
+    with runtime.ledger.irreversible("runtime"):
+        runtime.movable[role].reload()
     return state.roles.moved(role, "device")
+
+
+def _require_turn(runtime: Runtime, state: RuntimeState[Any, Any, Any, Any], role: Role) -> None:
+    """Raises `RoleError` where as many reward models are on the device as may be."""
+    there = [other for other in runtime.beside.judges if state.roles.of(other).where == "device"]
+    most = runtime.spec.reward_models_on_device
+    if role in runtime.beside.judges and len(there) >= most:
+        raise RoleError(
+            f"reload(state, {role!r}): {', '.join(map(repr, there))} is on the device, and reward_models_on_device={most}; "
+            "offload it first (`use` does), or raise LaunchSpec.reward_models_on_device"
+        )
 
 
 def _require_at(call: str, state: RuntimeState[Any, Any, Any, Any], role: Role, where: str) -> None:
     if role == "actor":
         raise RoleError(f"{call}(state, 'actor'): the Actor is no role but an axis; write instead: state = {call}_actor(state)")
-    if state.roles.of(role).where != where:
+    placement = state.roles.of(role)
+    if role in runtime_of(state).beside.by_actor and not placement.bytes:
+        raise RoleError(f"{call}(state, {role!r}): it is computed by the Actor and has no memory of its own; move the Actor instead")
+    if placement.where != where:
         other = "reload" if call == "offload" else "offload"
-        raise RoleError(f"{call}(state, {role!r}): it is on the {state.roles.of(role).where} already; leave it out, or {other} it first")
-
-
-def _move(runtime: Runtime, part: Part, where: str) -> None:
-    with runtime.ledger.irreversible("runtime"):
-        if where == "host":
-            runtime.trainer.offload(part)
-        else:
-            runtime.trainer.reload(part)
+        raise RoleError(f"{call}(state, {role!r}): it is on the {placement.where} already; leave it out, or {other} it first")

@@ -1,8 +1,10 @@
 """What really changes, behind the opaque handle of a state. Effects take it out of the state; nobody else does."""
 
 import contextlib
+import dataclasses as dc
 import secrets
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from rft.effects.watch import Watch
@@ -12,20 +14,49 @@ from rft.models import ModelFolder
 from rft.parallel.lockstep import Lockstep
 from rft.parallel.world import World
 from rft.spec import LaunchSpec
-from rft.state import Devices, RuntimeState
+from rft.state import ACTOR_OPTIMIZER, CRITIC, CRITIC_OPTIMIZER, Devices, Role, RuntimeState
 from rft.telemetry.trace import Trace
-from rft.trainers.protocol import Trainer
+from rft.trainers.protocol import Critic, Frozen, Judge, Movable, Part, Trainer
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Beside:
+    """The models beside the Actor, by role."""
+
+    frozen: Mapping[Role, Frozen] = dc.field(default_factory=dict)
+    """The Reference, and the moving average."""
+    judges: Mapping[Role, Judge] = dc.field(default_factory=dict)
+    """Local reward models."""
+    critic: Critic | None = None
+    by_actor: frozenset[Role] = frozenset()
+    """Roles that the Actor computes with: they are of use only while it is on the device, and those of them that are all Actor take
+    no memory of their own and are not moved."""
+
+    @property
+    def own_critic(self) -> Critic:
+        """The Critic; whether there is one, the state's roles say."""
+        assert self.critic is not None
+        return self.critic
 
 
 class Runtime(Devices):
-    """The devices of one launch: this rank's trainer, its engine, and its connections to the other ranks."""
+    """The devices of one launch: this rank's models, its engine, and its connections to the other ranks."""
 
     def __init__(
-        self, *, spec: LaunchSpec, model: ModelFolder, world: World, trainer: Trainer, engine: Engine | None, lockstep: Lockstep
+        self,
+        *,
+        spec: LaunchSpec,
+        model: ModelFolder,
+        world: World,
+        trainer: Trainer,
+        engine: Engine | None,
+        lockstep: Lockstep,
+        beside: Beside = Beside(),
     ) -> None:
         self.ledger = Ledger()
-        self.cannot = _cannot(engine)
-        self.spec, self.model, self.world, self.trainer, self.lockstep = spec, model, world, trainer, lockstep
+        self.cannot = _cannot(engine, trainer)
+        self.spec, self.model, self.world, self.trainer, self.lockstep, self.beside = spec, model, world, trainer, lockstep, beside
+        self.movable = _movable(trainer, beside)
         self._engine = engine
         self.trace = Trace()
         self.watch = Watch(spec.probe_every, model)
@@ -44,6 +75,7 @@ class Runtime(Devices):
 
     def enter(self, step: str, generation: int) -> None:
         self.trace.begin(step)
+        self._handled = sys.exception()
         try:
             self.lockstep.meet(step, generation)
         except BaseException:
@@ -52,6 +84,8 @@ class Runtime(Devices):
 
     def leave(self, step: str) -> None:
         self.trace.end(step)
+        error = sys.exception()  # the step's own, or one that the caller handles by taking the step
+        self.lockstep.leave(None if error is self._handled else error)
 
     @contextlib.contextmanager
     def engine_effect(self) -> Generator[None]:
@@ -66,12 +100,39 @@ def runtime_of(state: RuntimeState[Any, Any, Any, Any]) -> Runtime:
     return state.devices
 
 
-def _cannot(engine: Engine | None) -> dict[str, str]:
+@dc.dataclass(frozen=True)
+class _Part:
+    """One part of a trainer, as what is moved as a whole."""
+
+    trainer: Trainer | Critic
+    part: Part
+
+    def offload(self) -> None:
+        self.trainer.offload(self.part)
+
+    def reload(self) -> None:
+        self.trainer.reload(self.part)
+
+    @property
+    def bytes(self) -> int:
+        return self.trainer.bytes(self.part)
+
+
+def _movable(trainer: Trainer, beside: Beside) -> dict[Role, Movable]:
+    """Every role, as what `offload` and `reload` move."""
+    found: dict[Role, Movable] = {ACTOR_OPTIMIZER: _Part(trainer, "optimizer"), **beside.frozen, **beside.judges}
+    if beside.critic is not None:
+        found |= {CRITIC: _Part(beside.critic, "model"), CRITIC_OPTIMIZER: _Part(beside.critic, "optimizer")}
+    return found
+
+
+def _cannot(engine: Engine | None, trainer: Trainer) -> dict[str, str]:
+    why: dict[str, str] = {}
     if engine is None:
-        return dict.fromkeys(
-            ("broadcast", "wake", "sleep", "sleep_keeping", "recover", "generate", "generate_stale"),
-            "this launch has no rollout engine; give LaunchSpec an engine, or train with supervised_step",
-        )
-    if engine.keeps is None:
-        return {"sleep_keeping": f"the engine {engine.name} cannot keep its weights while its cache is unmapped; use sleep"}
-    return {}
+        steps = ("broadcast", "wake", "sleep", "sleep_keeping", "recover", "generate", "generate_stale")
+        why = dict.fromkeys(steps, "this launch has no rollout engine; give LaunchSpec an engine, or train with supervised_step")
+    elif engine.keeps is None:
+        why = {"sleep_keeping": f"the engine {engine.name} cannot keep its weights while its cache is unmapped; use sleep"}
+    if trainer.managed and not trainer.bytes("model"):
+        why["offload_actor"] = f"the backend {trainer.name} keeps the Actor on the host by itself, and streams it; leave it out"
+    return why

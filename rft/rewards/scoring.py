@@ -103,6 +103,16 @@ def score(rollouts: Rollouts, reward: RewardFunction, *, deadline_s: float = 10.
     )
 
 
+def given(values: Float32[Tensor, "batch"]) -> Rewards:
+    """Rewards that were computed together, such as a reward model's. One that is not finite is a named failure of its row."""
+    valid = values.isfinite()
+    rows = (~valid).nonzero()[:, 0].tolist()
+    failures = tuple(RewardFailure(row=row, kind="nonsense", message=f"is {float(values[row])}, which is not finite") for row in rows)
+    if failures:
+        log.warning("%d of %d rewards failed; row %d %s", len(failures), len(values), failures[0].row, failures[0].message)
+    return Rewards(values=torch.where(valid, values, 0.0), valid=valid, failures=failures)
+
+
 # ---- one call of a reward, in a thread of its own ----
 
 

@@ -2,11 +2,10 @@
 
 from rft.spec.engines import DType, EngineSpec, TransformersEngine, VLLMEngine
 from rft.spec.launch import LaunchSpec
-from rft.spec.roles import EMA, Critic, FrozenSpec, Reference, RewardModel, SharedCritic
+from rft.spec.roles import Critic, FrozenSpec, MovingAverage, Reference, RewardModel, SharedCritic, Where
 from rft.spec.training import CriticTrainerSpec, DeepSpeedTrainer, FSDP2Trainer, TrainerSpec, Training
 
 __all__ = [
-    "EMA",
     "Critic",
     "CriticTrainerSpec",
     "DType",
@@ -15,6 +14,7 @@ __all__ = [
     "FSDP2Trainer",
     "FrozenSpec",
     "LaunchSpec",
+    "MovingAverage",
     "Reference",
     "RewardModel",
     "SharedCritic",
@@ -22,4 +22,5 @@ __all__ = [
     "Training",
     "TransformersEngine",
     "VLLMEngine",
+    "Where",
 ]

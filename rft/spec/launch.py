@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from rft.errors import BadInput
 from rft.spec.checks import at_least_one
 from rft.spec.engines import EngineSpec, TransformersEngine
-from rft.spec.roles import EMA, Critic, Reference, RewardModel, SharedCritic
+from rft.spec.roles import Critic, MovingAverage, Reference, RewardModel, SharedCritic
 from rft.spec.training import FSDP2Trainer, TrainerSpec
 
 
@@ -28,7 +28,7 @@ class LaunchSpec:
     """Local reward models by name; the role of each is `reward_model(name)`."""
     reward_models_on_device: int = 1
     """How many of them may be on the device at once."""
-    ema: EMA | None = None
+    ema: MovingAverage | None = None
     """A moving average of the Actor's weights."""
     tensor_parallel: int = 1
     """Ranks that share one engine."""

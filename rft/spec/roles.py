@@ -52,7 +52,7 @@ class Reference(FrozenSpec):
 
 
 @dc.dataclass(frozen=True, kw_only=True)
-class EMA(FrozenSpec):
+class MovingAverage(FrozenSpec):
     """An exponential moving average of the Actor's weights, by `update_ema`."""
 
     decay: float = 0.999
@@ -63,7 +63,7 @@ class EMA(FrozenSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.decay < 1:
-            raise BadInput(f"EMA.decay must be in [0, 1), got {self.decay}")
+            raise BadInput(f"MovingAverage.decay must be in [0, 1), got {self.decay}")
 
     def build(self, actor: ModelFolder, world: World) -> protocol.Frozen:
         """Builds it with the Actor's initial weights, on the device. Collective."""
@@ -108,3 +108,9 @@ class SharedCritic(Training):
 
     lr: float = 1e-4
     """Peak learning rate of the head."""
+
+    def build(self, actor: protocol.Trainer, world: World) -> protocol.Critic:
+        """Builds the head on the hidden states of `actor`. Collective. Raises `BadInput` for a trainer that does not give them."""
+        from rft.trainers.shared_critic import build
+
+        return build(self, actor, world)

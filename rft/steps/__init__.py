@@ -16,16 +16,17 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from jaxtyping import Float32
 from torch import Tensor
 
-from rft.effects import exporting, launching, placement, rollout, scoring, sync, together, training
+from rft.effects import beside, checkpoint, exporting, launching, placement, rollout, scoring, sync, together, training
 from rft.experience import Minibatch, Prompts, Rollouts, Sampling
-from rft.ledger import beginning, observation, recovery, transition
-from rft.objectives import Objective, supervised
+from rft.ledger import beginning, observation, recovery, restoration, transition
+from rft.objectives import Objective, ValueObjective, supervised
 from rft.rewards.scoring import RewardFunction, Rewards, score
 from rft.spec import LaunchSpec
 from rft.state import (
-    ACTOR_OPTIMIZER,
+    REFERENCE,
     A,
     Asleep,
     Awake,
@@ -36,19 +37,19 @@ from rft.state import (
     Offloaded,
     OldLogProbs,
     OnDevice,
-    Placement,
     PolicyVersion,
     Role,
-    Roles,
     RuntimeState,
     Stale,
     W,
     after_step,
     first_state,
+    restored_state,
     then,
 )
 
 T = TypeVar("T")
+Run = TypeVar("Run")
 Metrics = dict[str, float]
 """Scalars of one optimizer step: `loss`, `grad_norm` (before the clip), `lr`, and what the objective reports."""
 
@@ -61,7 +62,7 @@ def launch(spec: LaunchSpec) -> Generator[RuntimeState[Asleep, Stale, OnDevice, 
     device. Raises `BadInput` for what cannot work, and `MissingEngine`; all ranks raise if one does.
     """
     with launching.opened(spec) as devices:
-        yield first_state(devices, Roles((Placement(ACTOR_OPTIMIZER, "device", devices.trainer.bytes("optimizer")),)))
+        yield first_state(devices, launching.roles(devices), managed=devices.trainer.managed)
 
 
 # ---- the engine ----
@@ -201,9 +202,88 @@ def supervised_step(
 
 
 @transition
+def train_critic(
+    state: RuntimeState[E, W, A, O], minibatch: Minibatch, objective: ValueObjective, /
+) -> tuple[RuntimeState[E, W, A, O], Metrics]:
+    """One optimizer step of the Critic towards the mini-batch's `returns`; Actor and engine are not touched, so it is also its warm-up.
+
+    Raises `RoleError` where there is no Critic, or it or its optimizer is on the host, `NonFiniteGradient`, `BadInput`.
+    """
+    metrics = beside.train_critic(state, minibatch, objective)
+    return then(state, state.engine, state.weights, state.actor, state.old), metrics
+
+
+@transition
+def update_ema(state: RuntimeState[E, W, A, O], /) -> RuntimeState[E, W, A, O]:
+    """average <- decay · average + (1 - decay) · Actor, in the average's dtype. Raises `RoleError` where it is not on the device."""
+    beside.update_ema(state)
+    return then(state, state.engine, state.weights, state.actor, state.old)
+
+
+@transition
 def finish_batch(state: RuntimeState[E, W, A, OldLogProbs], /) -> RuntimeState[E, W, A, NoOld]:
     """Lets the batch's old log-probs go."""
     return then(state, state.engine, state.weights, state.actor, NoOld())
+
+
+# ---- the models beside the Actor ----
+
+
+@observation
+def reference_logprobs(
+    state: RuntimeState[Any, Any, Any, Any], rollouts: Rollouts, /, *, role: Role = REFERENCE
+) -> Float32[Tensor, "batch seq"]:
+    """log p of the sampled tokens by the frozen Reference (or the moving average, `role=EMA`), in fp32, at the temperature of sampling.
+
+    0 where nothing was sampled. For `experience(…, reference=…)` and `ops.kl`. Raises `RoleError` where it is not there, or on the host.
+    """
+    return beside.reference_logprobs(state, rollouts, role)
+
+
+@observation
+def values(state: RuntimeState[Any, Any, Any, Any], rollouts: Rollouts, /) -> Float32[Tensor, "batch seq"]:
+    """The Critic's value of the state that each sampled token was drawn in, in fp32; 0 elsewhere. For `ops.returns.gae`.
+
+    Raises `RoleError` where there is no Critic, or it is on the host.
+    """
+    return beside.values(state, rollouts)
+
+
+@observation
+def model_rewards(state: RuntimeState[Any, Any, Any, Any], rollouts: Rollouts, role: Role, /) -> Rewards:
+    """The score of each row by a local reward model, `role=reward_model(name)`.
+
+    One that is not finite is a named failure of its row. Raises `RoleError` where it is not there, or on the host.
+    """
+    return beside.model_rewards(state, rollouts, role)
+
+
+# ---- checkpoints ----
+
+
+@observation
+def save(state: RuntimeState[Any, Any, Any, NoOld], folder: Path, run: object, /, *, keep: int = 2) -> Path:
+    """Writes the whole run as a checkpoint in `folder`: the runtime, and `run`, the loop's own values. Collective.
+
+    Of the runtime: Actor, EMA and Critic with their optimizers and schedules, counters, every rank's random states. `run` is a tree of
+    dataclasses, tuples, lists and dicts of tensors, int, float, bool, str and None (cursors, coefficients, running statistics), alike on
+    all ranks. It is written aside and renamed, so a kill at any moment leaves what was there; then the newest `keep` stay. Raises
+    `BadInput` with the path of what cannot be saved, `RoleError` where a backend must have a part on the device, `CheckpointFailed`.
+    """
+    return checkpoint.save(state, folder, run, keep)
+
+
+@restoration
+def restore(state: RuntimeState[Any, Any, Any, Any], folder: Path, run: Run, /) -> tuple[RuntimeState[Asleep, Stale, OnDevice, NoOld], Run]:
+    """Goes on from the newest whole checkpoint in `folder`, in a new launch or after any failure. Gives the loop's own values back, too.
+
+    `run` is a tree like the saved one, which gives the classes of its records and the devices of its tensors. Any state of this launch may
+    be given, a used-up one too; roles go where it has them. The number of ranks may be another, and the backend. Checkpoints that were cut
+    off or damaged are passed over, and said. Raises `BadInput` where there is none, and for one of another model, with the names of the
+    tensors that differ or the path of the value; `CheckpointFailed` where it cannot be read. Nothing has been touched then.
+    """
+    back = checkpoint.restore(state, folder, run)
+    return restored_state(state, back.actor, back.version, generation=back.generation), back.run
 
 
 # ---- what needs no particular state ----

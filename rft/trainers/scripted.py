@@ -3,7 +3,7 @@
 Each optimizer step adds 1 to every weight. It refuses to compute while it is offloaded, as a real one would crash.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rft.engines.faults import Faults
 from rft.engines.scripted import VOCABULARY, scripted_logprob
+from rft.errors import RoleError
 from rft.experience import Minibatch
 from rft.objectives import MicroBatch, Objective, TokenScores
 from rft.ops.metrics import read
@@ -24,6 +25,7 @@ class ScriptedTrainer:
     """See the module's head. `sizes` are the bytes that its parts claim to take on the device."""
 
     name = "scripted"
+    managed = False
 
     def __init__(self, faults: Faults, *, sizes: dict[Part, int] | None = None) -> None:
         self.weights = {"body": torch.zeros(2), "head": torch.zeros(1)}
@@ -73,6 +75,18 @@ class ScriptedTrainer:
         self._pass("bytes", writes=False)
         return self.sizes[part]
 
+    def saved(self) -> dict[str, Tensor]:
+        self._pass("saved", writes=False)
+        if not self.on_device["optimizer"]:
+            raise RoleError("saved: the optimizer must be on the device")
+        return {**{f"model.{name}": tensor.clone() for name, tensor in self.weights.items()}, "optimizer.moments": self.moments.clone()}
+
+    def install(self, tensors: Mapping[str, Tensor]) -> None:
+        self._pass("install")
+        self.weights = {name: tensors[f"model.{name}"].clone() for name in self.weights}
+        self._pass("install")
+        self.moments = tensors["optimizer.moments"].clone()
+
     def export(self, path: Path) -> None:
         self._pass("export", writes=False)
         path.mkdir(parents=True, exist_ok=True)
@@ -94,7 +108,7 @@ class ScriptedTrainer:
     def _move(self, part: Part, to_device: bool) -> None:
         verb = "reload" if to_device else "offload"
         self._pass(verb)
-        if self.on_device[part] is to_device:
+        if self.on_device[part] is to_device and not to_device:
             raise RuntimeError(f"{verb}: {part} is there already")
         self.on_device[part] = to_device
         self._pass(verb)

@@ -1,0 +1,93 @@
+"""The models beside the Actor: the Reference, the Critic, local reward models, a moving average of the Actor. Built once, moved, asked.
+
+Each is a role of the state, with a placement and a size. What a role computes, and on which rank it lies, is the trainers' matter.
+"""
+
+from typing import Any
+
+from jaxtyping import Float32
+from torch import Tensor
+
+from rft.effects.runtime import runtime_of
+from rft.errors import BadInput, NonFiniteGradient, RoleError, ShapeError
+from rft.experience import Minibatch, Rollouts
+from rft.objectives import ValueObjective
+from rft.rewards.scoring import Rewards, given
+from rft.state import CRITIC, CRITIC_OPTIMIZER, EMA, REFERENCE, OnDevice, Role, RuntimeState
+
+State = RuntimeState[Any, Any, Any, Any]
+
+
+def reference_logprobs(state: State, rollouts: Rollouts, role: Role) -> Float32[Tensor, "batch seq"]:
+    """log p of the sampled tokens by a frozen model of the Actor's kind."""
+    call = f"reference_logprobs(state, rollouts, role={role!r})"
+    runtime = runtime_of(state)
+    with runtime.lockstep.agreement():
+        if role not in (REFERENCE, EMA):
+            raise RoleError(f"{call}: only REFERENCE and EMA give log-probs of rollouts")
+        require_here(call, state, role)
+    model = runtime.beside.frozen[role]
+    return model.logprobs(rollouts.tokens, rollouts.mask, rollouts.sampled, rollouts.sampling.temperature or 1.0)
+
+
+def values(state: State, rollouts: Rollouts) -> Float32[Tensor, "batch seq"]:
+    """The Critic's value of the state that each sampled token was drawn in."""
+    runtime = runtime_of(state)
+    with runtime.lockstep.agreement():
+        require_here("values(state, rollouts)", state, CRITIC)
+    return runtime.beside.own_critic.values(rollouts.tokens, rollouts.mask, rollouts.sampled)
+
+
+def model_rewards(state: State, rollouts: Rollouts, role: Role) -> Rewards:
+    """One score per row by a local reward model."""
+    call = f"model_rewards(state, rollouts, {role!r})"
+    runtime = runtime_of(state)
+    with runtime.lockstep.agreement():
+        require_here(call, state, role)
+        if role not in runtime.beside.judges:
+            raise RoleError(f"{call}: this role is no reward model; write reward_model(name), with a name of LaunchSpec.reward_models")
+    return given(runtime.beside.judges[role].scores(rollouts))
+
+
+def train_critic(state: State, minibatch: Minibatch, objective: ValueObjective) -> dict[str, float]:
+    """One optimizer step of the Critic; what is refused on all ranks before its optimizer moves leaves the state living."""
+    call = "train_critic(state, minibatch, objective)"
+    runtime = runtime_of(state)
+    with runtime.lockstep.agreement():
+        require_here(call, state, CRITIC)
+        require_here(call, state, CRITIC_OPTIMIZER)
+        _check(call, minibatch, objective)
+    with runtime.ledger.irreversible("runtime", but=(BadInput, NonFiniteGradient, RoleError, ShapeError)):
+        return runtime.beside.own_critic.step(minibatch, objective)
+
+
+def update_ema(state: State) -> None:
+    """average <- decay · average + (1 - decay) · Actor."""
+    runtime = runtime_of(state)
+    with runtime.lockstep.agreement():
+        require_here("update_ema(state)", state, EMA)
+    spec = runtime.spec.ema
+    assert spec is not None
+    with runtime.ledger.irreversible("runtime"):
+        runtime.beside.frozen[EMA].mix(runtime.trainer.stream_weights(), 1 - spec.decay)
+
+
+def require_here(call: str, state: State, role: Role) -> None:
+    """Raises `RoleError` where `role` is not there, or not on the device; so it does where it is part of an Actor that is away."""
+    if state.roles.of(role).where != "device":
+        raise RoleError(f"{call}: {role!r} is on the host; write instead: state = reload(state, Role({str(role)!r})), or `use`")
+    if role in runtime_of(state).beside.by_actor and type(state.actor) is not OnDevice:
+        raise RoleError(f"{call}: {role!r} is computed by the Actor, which is offloaded; write before it: state = reload_actor(state)")
+
+
+def _check(call: str, minibatch: object, objective: object) -> None:
+    """Raises `BadInput` for returns that are missing, or not finite at a sampled token; and for what is no mini-batch or objective."""
+    if not isinstance(minibatch, Minibatch) or not callable(objective):
+        what = f"{type(minibatch).__name__} and {type(objective).__name__}"
+        raise BadInput(f"{call} needs a Minibatch and a function of (values, micro-batch, totals), got {what}")
+    read = {"returns": minibatch.returns, "values": minibatch.values}
+    for name, column in read.items():
+        if column is None and name == "returns":
+            raise BadInput(f"{call}: the mini-batch has no returns; write experience(rollouts, rewards, advantages, returns=…, values=…)")
+        if column is not None and not bool(column[minibatch.sampled].isfinite().all()):
+            raise BadInput(f"{call}: {name} are not finite at sampled tokens; mend what gave them, or leave the rows out")
