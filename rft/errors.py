@@ -80,7 +80,11 @@ class NonFiniteGradient(RftError):
 
 
 class RuntimePoisoned(RftError):
-    """A step failed half-way, so models and optimizer are in no known state; leave `launch` and start anew."""
+    """A step failed half-way, so models and optimizer are in no known state; `restore` a checkpoint, or leave `launch` and start anew."""
+
+
+class CheckpointFailed(RftError):
+    """A checkpoint could not be written or read; those that were there before still are, and the state lives on."""
 
 
 class RuntimeClosed(RftError):

@@ -6,6 +6,7 @@ decorators here, the steps in `steps`. Nothing else decides what may be called w
 A decorator reads the annotations that the type checker reads, and holds them at run time, in this order:
 
 1. the argument is a `RuntimeState`, and is the one living object        else `IllegalStep`, `ConsumedState`
+   (for `restore`: it is one that ever lived)
 2. nothing is poisoned, closed, or under way                             else `RuntimePoisoned`, `EnginePoisoned`, …
 3. the backends can take the step at all                                 else `IllegalStep`, with their reason
 4. the axes are what the step's annotation says                          else `IllegalStep`, with the line to write instead
@@ -30,7 +31,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 from rft.errors import BrokenInvariant, ConsumedState, EngineFailed, EnginePoisoned, IllegalStep, RuntimeClosed, RuntimePoisoned
 from rft.state import AXES, Devices, RuntimeState
 
-Kind = Literal["beginning", "transition", "recovery", "observation"]
+Kind = Literal["beginning", "transition", "recovery", "restoration", "observation"]
 Faulty = Literal["engine", "runtime"]
 Joint = tuple[type, type, type, type]
 """The four axes of a state, as types."""
@@ -38,6 +39,9 @@ AnyState = RuntimeState[Any, Any, Any, Any]
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 S = TypeVar("S", bound=AnyState)
+
+
+_ANEW = "write: state, run = restore(state, folder, run), from the last checkpoint; or leave `launch` and start anew"
 
 
 class Ledger:
@@ -54,6 +58,8 @@ class Ledger:
         self._fault: tuple[Faulty, str] | None = None
         self._closed = False
         self._under_way: str | None = None
+        self.generation = -1
+        """Of the newest state there has been, whether anybody still holds it or not."""
 
     def living(self) -> AnyState | None:
         """The living state, if anybody still holds it."""
@@ -63,6 +69,7 @@ class Ledger:
         """From now on `state`, this very object, is the living one."""
         self._living = weakref.ref(state)
         self._lived.add(state)
+        self.generation = state.generation
 
     def close(self) -> None:
         """Leaves no living state behind."""
@@ -72,8 +79,12 @@ class Ledger:
         """What is poisoned."""
         return None if self._fault is None else self._fault[0]
 
+    def lived(self, state: AnyState) -> bool:
+        """Whether this very object lives, or did until a step used it up; nothing does once `launch` has been left."""
+        return not self._closed and state in self._lived
+
     def heal(self) -> None:
-        """The engine has been brought to rest."""
+        """What was poisoned has been brought to rest, or been made anew."""
         self._fault = self._held = None
 
     def last_held(self, state: AnyState) -> AnyState:
@@ -85,11 +96,12 @@ class Ledger:
         """Raises unless `state` lives and nothing stands in the way of a step; see the module's head."""
         if self._closed:
             raise RuntimeClosed(f"{edge.name}(state): `launch` was left, and its devices have been given back; launch anew")
-        if self._living is None or self._living() is not state:
+        restoring = edge.kind == "restoration"
+        if not (self.lived(state) if restoring else self.living() is state):
             raise ConsumedState(self._consumed(edge, state))
         if self._under_way is not None:
             raise IllegalStep(f"{edge.name}(state) was called inside {self._under_way}, which has not returned; call it before or after")
-        if self._fault is not None:
+        if self._fault is not None and not restoring:
             self._refuse_poisoned(edge, *self._fault)
 
     def begin(self, step: str) -> None:
@@ -119,14 +131,15 @@ class Ledger:
             if part == "engine":
                 kind = type(error) if isinstance(error, EngineFailed) else EngineFailed
                 raise kind(f"the engine failed half-way: {error}\n  write: state = recover(state), then broadcast") from error
-            raise RuntimePoisoned(f"a step failed half-way: {error!r}\n  leave `launch` and start anew") from error
+            raise RuntimePoisoned(f"a step failed half-way: {error!r}\n  {_ANEW}") from error
 
     def _refuse_poisoned(self, edge: "Edge", part: Faulty, cause: str) -> None:
         if part == "runtime":
-            raise RuntimePoisoned(f"{edge.name}(state): an earlier step failed half-way ({cause}); leave `launch` and start anew")
+            raise RuntimePoisoned(f"{edge.name}(state): an earlier step failed half-way ({cause})\n  {_ANEW}")
         if edge.kind != "recovery":
             raise EnginePoisoned(
-                f"{edge.name}(state): the engine failed earlier ({cause})\n  write instead: state = recover(state)\n  legal now: recover"
+                f"{edge.name}(state): the engine failed earlier ({cause})\n  write instead: state = recover(state)\n"
+                "  legal now: recover, restore"
             )
 
     def _consumed(self, edge: "Edge", state: AnyState) -> str:
@@ -174,7 +187,7 @@ class Edge:
             raise IllegalStep(f"{self.name}(state): {devices.cannot[self.name]}\n{_legal_now(state)}")
         if not (type(state.engine) in engine and type(state.weights) in weights and type(state.actor) in actor and type(state.old) in old):
             raise IllegalStep(_refusal(self, state))
-        devices.enter(self.name, state.generation)
+        devices.enter(self.name, devices.ledger.generation)
         return devices
 
 
@@ -199,6 +212,14 @@ def recovery(step: F) -> F:
     It may then be given the last state that is still held, where the living one was dropped by the failure: see `Ledger`.
     """
     return _consuming(step, "recovery")
+
+
+def restoration(step: F) -> F:
+    """Like `transition`, but also admitted while anything is poisoned, and in any state that ever lived: it makes everything anew.
+
+    The poison is gone when it returns. The state that it returns is newer than all before it.
+    """
+    return _consuming(step, "restoration")
 
 
 def observation(step: F) -> F:
@@ -244,7 +265,7 @@ def _consuming(step: F, kind: Kind) -> F:
         follower = result[0] if type(result) is tuple else result
         _check_follower(edge, state, follower)
         ledger = state.devices.ledger
-        if kind == "recovery":
+        if kind in ("recovery", "restoration"):
             ledger.heal()
         ledger.advance(follower)
         return result
@@ -268,7 +289,9 @@ def _check_follower(edge: Edge, state: AnyState, follower: AnyState) -> None:
     if type(follower) is not RuntimeState:
         what = type(follower).__name__
         raise BrokenInvariant(f"{edge.name} returned a {what}: return a state made by `then`, or a tuple that starts with one")
-    if follower.devices is not state.devices or follower.generation != state.generation + 1:
+    newest = state.devices.ledger.generation
+    newer = follower.generation > newest if edge.kind == "restoration" else follower.generation == newest + 1
+    if follower.devices is not state.devices or not newer:
         raise BrokenInvariant(f"{edge.name} returned {describe(follower)} for {describe(state)}: make it from that state, by one `then`")
     if joint_of(follower) != edge.apply(joint_of(state)):
         raise BrokenInvariant(f"{edge.name} returned {describe(follower)} for {describe(state)}, against its annotation")
@@ -289,14 +312,19 @@ def describe(state: AnyState) -> str:
 
 
 def legal(state: AnyState) -> tuple[str, ...]:
-    """Names of the steps that `state` may take next: nothing for a state that does not live, `recover` for a poisoned engine.
+    """Names of the steps that `state` may take next: `restore` alone for one that is used up, or where the runtime is poisoned.
 
-    It reads the axes, and what this runtime's backends can do; roles, batches and memory are checked by the steps themselves.
+    With a poisoned engine `recover` leads on, too; for a copy, or after `launch`, nothing does. It reads the axes, and what this
+    runtime's backends can do; roles, batches and memory are checked by the steps themselves.
     """
     ledger = state.devices.ledger
-    if ledger.living() is not state or ledger.fault() == "runtime":
+    if not ledger.lived(state):
         return ()
-    kinds = ("recovery",) if ledger.fault() == "engine" else ("transition", "recovery", "observation")
+    kinds: tuple[Kind, ...] = ("transition", "recovery", "restoration", "observation")
+    if ledger.living() is not state or ledger.fault() == "runtime":
+        kinds = ("restoration",)
+    elif ledger.fault() == "engine":
+        kinds = ("recovery", "restoration")
     joint, cannot = joint_of(state), state.devices.cannot
     return tuple(e.name for e in TABLE.values() if e.kind in kinds and e.allows(joint) and e.name not in cannot)
 
@@ -369,7 +397,7 @@ def _collect(step: Callable[..., Any], kind: Kind) -> Edge:
         after = _axes(typing.get_args(result)[0])
     else:
         before = _axes(hints[parameters[0].name])
-    if kind in ("transition", "recovery"):
+    if kind in ("transition", "recovery", "restoration"):
         after = _axes(typing.get_args(result)[0] if typing.get_origin(result) is tuple else result)
     edge = Edge(
         name=step.__name__,
@@ -417,7 +445,10 @@ def _more(kind: Kind, result: Any) -> str:
             return ""
         name = result.__name__ if inspect.isclass(result) and re.fullmatch("[A-Z][A-Za-z]*", result.__name__) else "value"
         return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-    return "metrics" if typing.get_origin(result) is tuple else ""
+    if typing.get_origin(result) is not tuple:
+        return ""
+    second = typing.get_args(result)[1]
+    return second.__name__.lower() if isinstance(second, TypeVar) else "metrics"
 
 
 def _written(parameter: inspect.Parameter) -> str:

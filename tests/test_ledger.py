@@ -1,3 +1,5 @@
+import copy
+import dataclasses as dc
 import gc
 import typing
 from collections.abc import Generator, Iterator
@@ -16,12 +18,13 @@ from rft.errors import (
     RuntimeClosed,
     RuntimePoisoned,
 )
-from rft.ledger import TABLE, Ledger, beginning, joint_of, needs, recovery, route, written
-from rft.state import Devices, Roles, first_state, then
+from rft.ledger import TABLE, Ledger, beginning, joint_of, needs, recovery, restoration, route, written
+from rft.state import Devices, Roles, first_state, restored_state, then
 from rft.testing import InjectedFault, scripted_devices, scripted_launch, scripted_minibatch
 from tests.refusals import State, failing, refused, sampled, trained, with_old
 
 A, E, O, W = rft.A, rft.E, rft.O, rft.W
+Run = typing.TypeVar("Run")
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +76,7 @@ def test_a_transition_uses_its_state_up_and_the_next_one_lives() -> None:
     assert devices.calls == ["enter stay 0", "leave stay"]
     with pytest.raises(ConsumedState, match=r"generation 0.*the living one is.*generation 1"):
         _ = stay(first)
+    assert rft.legal(first) == ("restore",)
 
 
 def test_an_observation_leaves_its_state_living_and_gives_its_value() -> None:
@@ -215,7 +219,7 @@ def test_an_engine_that_fails_half_way_is_poisoned_and_recover_leads_on(begun: S
     step = rft.sleep if verb == "sleep" else rft.broadcast
     with failing(state, verb), pytest.raises(EngineFailed, match="state = recover"):
         _ = step(state)
-    assert rft.legal(state) == ("recover",)
+    assert rft.legal(state) == ("recover", "restore")
     assert state.devices.ledger.fault() == "engine"
     with pytest.raises(EnginePoisoned, match=r"offload_actor\(state\): the engine failed earlier .*InjectedFault"):
         _ = rft.offload_actor(state)
@@ -231,7 +235,7 @@ def test_recover_may_fail_and_be_tried_again(begun: State) -> None:
         _ = sampled(state)
     with failing(state, "sleep"), pytest.raises(EngineFailed):
         _ = rft.recover(state)
-    assert rft.legal(state) == ("recover",)
+    assert rft.legal(state) == ("recover", "restore")
     _ = rft.recover(state)
 
 
@@ -239,7 +243,7 @@ def test_recover_leads_on_where_a_composition_dropped_the_living_state(begun: St
     with failing(begun, "wake_cache"), pytest.raises(EngineFailed):
         _ = rft.refresh(begun)
     gc.collect()
-    assert rft.legal(begun) == ()
+    assert rft.legal(begun) == ("restore",)
     rested = rft.recover(begun)
     assert rested.generation == 2
     assert rft.legal(rested)
@@ -255,8 +259,6 @@ def test_but_not_from_one_whose_type_would_be_a_lie(begun: State) -> None:
 
 
 def test_nor_from_a_copy(begun: State) -> None:
-    import copy
-
     other = copy.copy(begun)
     with failing(begun, "load"), pytest.raises(EngineFailed):
         _ = rft.broadcast(begun)
@@ -282,9 +284,9 @@ def test_nothing_leads_on_from_a_spent_state_where_the_runtime_is_poisoned(begun
 
 def test_any_other_failure_poisons_the_runtime(begun: State) -> None:
     state, rollouts = with_old(begun)
-    with failing(state, "step"), pytest.raises(RuntimePoisoned, match="leave `launch`"):
+    with failing(state, "step"), pytest.raises(RuntimePoisoned, match=r"state, run = restore.*leave `launch`"):
         _ = trained(state, rollouts)
-    assert rft.legal(state) == ()
+    assert rft.legal(state) == ("restore",)
     for step in (rft.sleep, rft.recover):
         with pytest.raises(RuntimePoisoned, match=rf"{step.__name__}\(state\): an earlier step failed half-way \(InjectedFault"):
             _ = step(state)
@@ -329,18 +331,19 @@ def test_legal_names_what_may_be_called_next(begun: State) -> None:
     def named(state: State) -> set[str]:
         return set(rft.legal(state))
 
-    always = {"broadcast", "recover", "offload", "reload", "rewards", "average", "all_rows", "over_ranks", "export"}
+    always = {"broadcast", "recover", "offload", "reload", "rewards", "average", "all_rows", "over_ranks", "export", "restore"}
+    always |= {"train_critic", "update_ema", "reference_logprobs", "values", "model_rewards"}
     on_device = {"offload_actor", "compute_old_logprobs", "adopt_logprobs", "supervised_step"}
-    assert named(begun) == always | on_device
+    assert named(begun) == always | on_device | {"save"}
     state = rft.broadcast(begun)
-    assert named(begun) == set()
-    assert named(state) == always | on_device | {"wake"}
+    assert named(begun) == {"restore"}
+    assert named(state) == always | on_device | {"wake", "save"}
     state = rft.wake(state)
     awake = {"generate", "generate_stale", "sleep", "sleep_keeping"}
-    assert named(state) == always | on_device | awake
+    assert named(state) == always | on_device | awake | {"save"}
     rollouts = sampled(state)
     state = rft.offload_actor(state)
-    assert named(state) == always | awake | {"reload_actor"}
+    assert named(state) == always | awake | {"reload_actor", "save"}
     state = rft.compute_old_logprobs(rft.reload_actor(state), rollouts)
     assert named(state) == always | awake | {"offload_actor", "supervised_step", "train_step", "finish_batch"}
     state = trained(state, rollouts)
@@ -422,8 +425,47 @@ def test_a_recovery_of_ones_own_heals(begun: State) -> None:
 
     with failing(begun, "load"), pytest.raises(EngineFailed):
         _ = rft.broadcast(begun)
-    assert rft.legal(begun) == ("recover", "begin_again")
+    assert rft.legal(begun) == ("recover", "restore", "begin_again")
     assert rft.legal(begin_again(begun))
+
+
+def test_a_restoration_of_ones_own_makes_anew_what_is_poisoned_from_any_state_that_lived(begun: State) -> None:
+    @restoration
+    def start_over(state: State, /) -> tuple[rft.RuntimeState[rft.Asleep, rft.Stale, rft.OnDevice, rft.NoOld], Run]:
+        return restored_state(state, rft.OnDevice(), rft.PolicyVersion(0), generation=40), typing.cast(Any, "more")
+
+    assert written(edge(start_over)) == "state, run = start_over(state)"
+    state, rollouts = with_old(begun)
+    with failing(state, "step"), pytest.raises(RuntimePoisoned):
+        _ = trained(state, rollouts)
+    assert rft.legal(begun) == rft.legal(state) == ("restore", "start_over")
+    for copied in (copy.copy(state), dc.replace(state)):
+        assert rft.legal(copied) == ()
+        with pytest.raises(ConsumedState, match=r"start_over\(state\)"):
+            _ = start_over(copied)
+    after, more = start_over(begun)
+    assert (after.generation, more) == (41, "more")
+    assert after.devices.ledger.fault() is None
+    assert rft.describe(start_over(state)[0]) == "RuntimeState[Asleep, Stale, OnDevice, NoOld] (version 0, generation 42)"
+
+
+def test_a_restoration_gives_a_state_that_is_newer_than_all(begun: State) -> None:
+    @restoration
+    def go_back(state: State, /) -> rft.RuntimeState[rft.Asleep, rft.Stale, rft.OnDevice, rft.NoOld]:
+        return then(state, rft.Asleep(), rft.Stale(None), rft.OnDevice(), rft.NoOld())
+
+    _ = rft.broadcast(rft.broadcast(begun))
+    with pytest.raises(BrokenInvariant, match="go_back returned"):
+        _ = go_back(begun)
+
+
+def test_nothing_is_restored_after_launch_or_inside_another_step(begun: State) -> None:
+    with pytest.raises(IllegalStep, match=r"restore\(state\) was called inside average"):
+        _ = rft.average(begun, {"x": (float(bool(rft.steps.restore(begun, Path(), None))) for _ in range(1))})
+    begun.devices.ledger.close()
+    assert rft.legal(begun) == ()
+    with pytest.raises(RuntimeClosed):
+        _ = rft.steps.restore(begun, Path(), None)
 
 
 def test_the_librarys_rows_are_of_its_steps_alone() -> None:

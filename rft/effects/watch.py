@@ -9,6 +9,7 @@ import dataclasses as dc
 import logging
 import math
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -72,6 +73,16 @@ class Watch:
         actor = trainer.logprobs(tokens, torch.ones_like(later), later, 1.0)[0, 1:]
         gaps = (torch.tensor(engine) - actor).abs()
         self._judge(version, gaps, TOLERANCE[dtype], after)
+
+    def memory(self) -> dict[str, Any]:
+        """What later judgements depend on, as plain data."""
+        return {"wakes": self._wakes, "recent": list(self._recent)}
+
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        """Goes on from what `memory` gave; scores that waited for the Actor were of weights that are gone."""
+        self._wakes, self._waiting = memory["wakes"], None
+        self._recent.clear()
+        self._recent.extend(memory["recent"])
 
     def _judge(self, version: PolicyVersion, gaps: Tensor, tolerance: float, after: str) -> None:
         gap = float(gaps.mean())

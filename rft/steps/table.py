@@ -32,7 +32,7 @@ def reachable(edges: Sequence[Edge], start: Joint) -> dict[Joint, tuple[Edge, ..
     while waiting:
         here = waiting.pop()
         if here not in found:
-            found[here] = tuple(e for e in edges if e.kind in ("transition", "recovery") and e.allows(here))
+            found[here] = tuple(e for e in edges if e.kind in ("transition", "recovery", "restoration") and e.allows(here))
             waiting += [edge.apply(here) for edge in found[here]]
     return found
 
