@@ -3,23 +3,37 @@
 Before a step the ranks compare a fingerprint (its name, the state's generation, a count) through the key-value store that torchrun
 keeps, which outlives every rank. A rank that took another path, or does not come before the deadline, is an error with a table of
 all ranks, not a hang. The first verdict on a meeting holds for all: a rank that comes late learns that it was given up.
+
+Once a second each rank leaves in the same store what it is doing, so that every table, on whichever rank it is printed, says of all of them
+where they are and for how long, those that hang included.
 """
 
 import contextlib
 import datetime
 import itertools
+import json
 import os
+import socket
+import threading
+import time
 from collections.abc import Generator, Sequence
-from typing import TypeVar
+from types import TracebackType
+from typing import Any, TypeVar
 
+import psutil
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented as public)
 
 from rft.errors import PeerFailed, RanksDiverged
+from rft.parallel.last_words import last_words, say
+from rft.parallel.whereabouts import Whereabouts, lost_others, may_be_alone
 from rft.parallel.world import World
 
 T = TypeVar("T")
-WELL = "all ranks are here"
+WELL, APART = "all ranks are here", "the ranks are not at the same step"
+TELL_S = 1.0
+"""How often a rank tells what it is doing."""
+HOST = socket.gethostname()
 
 
 class Lockstep:
@@ -29,32 +43,76 @@ class Lockstep:
 
     def __init__(self, world: World, deadline_s: float) -> None:
         self._world, self._deadline, self._count = world, datetime.timedelta(seconds=deadline_s), 0
+        self._here = Whereabouts(deadline_s, spins=world.device.type == "cuda")
         self._store = self._onlooker = None
         if world.size > 1:
             # Two connections: one that waits for a key serves nobody else.
             self._store, self._onlooker = _connection(self._deadline), _connection(self._deadline)
             self._launch = f"rft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(Lockstep._opened)}"
-        self._at = "launch"
+
+    @contextlib.contextmanager
+    def watched(self) -> Generator[None]:
+        """While it is open this rank tells the others what it is doing, prints the table when it is ended or asked (see `last_words`),
+        and ends itself where it must (see `whereabouts`)."""
+        done = threading.Event()
+        teller = threading.Thread(target=self._tell_until, args=(done,), daemon=True, name="rft-whereabouts")
+        teller.start()
+        try:
+            with last_words(self.table, self._here.overdue if self._store is not None else _never):
+                yield
+        finally:
+            done.set()
+            teller.join(TELL_S)
 
     def meet(self, step: str, generation: int) -> None:
         """Returns when every rank has come to this step. Raises `RanksDiverged` with a table of who is where."""
-        self._at, self._count = f"{step} (generation {generation})", self._count + 1
-        if self._store is None:
+        self._count += 1
+        self._here.comes(f"{step} (generation {generation})")
+        if self._store is not None:
+            self._store.set(self._key(self._world.rank), self._here.step)
+            verdict = self._judged(self._store) if self._world.rank == 0 else self._awaited(self._store)
+            if verdict != WELL:
+                raise self._diverged(verdict, lost=not verdict.startswith(APART))
+        self._here.enters()
+
+    def leave(self, error: BaseException | None) -> None:
+        """The step is over. An error that other ranks may not have is reported at once, with a table of who is where."""
+        if error is None:
+            self._here.leaves()
             return
-        self._store.set(self._key(self._world.rank), self._at)
-        verdict = self._judged(self._store) if self._world.rank == 0 else self._awaited(self._store)
-        if verdict != WELL:
-            raise RanksDiverged(verdict)
+        self._here.fails(error)
+        if self._onlooker is not None and (lost_others(error) or may_be_alone(error)):
+            self.tell()
+            say(f"rank {self._world.rank}: {self._here.step} failed; where the ranks are:\n{self.table()}")
+
+    def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Tells the others that this rank leaves `launch`, and by which error. What an exit stack calls."""
+        del kind, trace
+        self._here.closes(error)
+        self.tell()
+
+    def tell(self) -> None:
+        """Leaves word of what this rank is doing."""
+        if self._onlooker is not None:
+            mine = {"step": self._here.step, "doing": self._here.doing(), "at": time.time(), "pid": os.getpid(), "host": HOST}
+            with contextlib.suppress(dist.DistError):  # where the store has gone, nobody is left to read it
+                self._onlooker.set(self._word(self._world.rank), json.dumps(mine))
+
+    def _tell_until(self, done: threading.Event) -> None:
+        self.tell()
+        while not done.wait(TELL_S):
+            self.tell()
 
     def table(self) -> str:
         """Where each rank is, as far as it has said so. Safe to call from another thread, while this one waits."""
-        own = f"  rank {self._world.rank}: {self._at}"
+        own = f"  rank {self._world.rank}: {self._here.step}; {self._here.doing()}; process {os.getpid()} on {HOST}"
         if self._onlooker is None:
             return own
+        self.tell()
         try:
             return "\n".join(f"  rank {rank}: {self._seen(self._onlooker, rank)}" for rank in range(self._world.size))
         except dist.DistError as error:
-            return f"{own}\n  where the others are cannot be read any more: {error}"
+            return f"{own}\n  where the others are cannot be read any more: {str(error).partition(chr(10))[0]}"
 
     def agree(self, failure: Exception | None) -> None:
         """Collective: raises `failure` here, or `PeerFailed` where only other ranks have one. Returns if nobody has."""
@@ -76,33 +134,48 @@ class Lockstep:
         self.agree(failure)
 
     def gather(self, value: T) -> list[T]:
-        """Collective: the values of all ranks, in rank order. They travel by pickle and are to be small."""
+        """Collective: the values of all ranks, in rank order. They travel by pickle and are to be small.
+
+        Raises `RanksDiverged` where another rank does not come before the deadline, or is gone.
+        """
         values = [value] * self._world.size
         if self._world.size > 1:
-            dist.all_gather_object(values, value, group=self._world.host)
+            try:
+                dist.all_gather_object(values, value, group=self._world.host)
+            except RuntimeError as error:  # gloo has no error of its own
+                raise self._diverged(f"the ranks lost each other in {self._here.step} ({error}):\n{self.table()}", lost=True) from error
         return values
+
+    def _diverged(self, verdict: str, *, lost: bool) -> RanksDiverged:
+        error = RanksDiverged(verdict)
+        self._here.fails(error)
+        if lost:
+            self._here.given_up()
+        self.tell()
+        return error
 
     def _judged(self, store: TCPStore) -> str:
         """On rank 0: waits for all, publishes the verdict, and lets the keys of the meeting before the last go."""
         keys = [self._key(rank) for rank in range(self._world.size)]
         try:
             store.wait(keys, self._deadline)
-        except dist.DistError:
-            verdict = self._late()
-        else:
             said: Sequence[bytes] = store.multi_get(keys)
-            verdict = WELL if len(set(said)) == 1 else f"the ranks are not at the same step:\n{self.table()}"
+        except dist.DistError as error:
+            verdict = self._late(error)
+        else:
+            verdict = WELL if len(set(said)) == 1 else f"{APART}:\n{self.table()}"
         verdict = self._published(store, verdict)
-        for who in (*range(self._world.size), "verdict"):
-            _ = store.delete_key(self._key(who, self._count - 2))
+        if verdict == WELL:
+            for who in (*range(self._world.size), "verdict"):
+                _ = store.delete_key(self._key(who, self._count - 2))
         return verdict
 
     def _awaited(self, store: TCPStore) -> str:
         """On the others: the verdict, or that none came."""
         try:
             return store.get(self._key("verdict")).decode()
-        except dist.DistError:
-            return self._published(store, self._late())
+        except dist.DistError as error:
+            return self._published(store, self._late(error))
 
     def _published(self, store: TCPStore, verdict: str) -> str:
         """The verdict that holds: this one, unless there is one already."""
@@ -112,18 +185,47 @@ class Lockstep:
             return verdict
 
     def _seen(self, store: TCPStore, rank: int) -> str:
-        """Where a rank is: a meeting ahead of this rank, which has not gone on yet, at the same one, or behind."""
+        """Where a rank is: a meeting ahead of this rank, which has not gone on yet, at the same one, or behind. And what it does there."""
+        word: dict[str, Any] = json.loads(store.get(self._word(rank))) if store.check([self._word(rank)]) else {}
         for meeting, words in ((1, "already at {}"), (0, "{}"), (-1, "not here; last seen at {}")):
             key = self._key(rank, self._count + meeting)
             if store.check([key]):
-                return words.format(store.get(key).decode())
-        return "not here"
+                return _told(words, store.get(key).decode(), word)
+        return _told("not here; last seen at {}", word["step"], word) if word else "not here"
 
-    def _late(self) -> str:
-        return f"not every rank came to {self._at} within {self._deadline.total_seconds():g} s:\n{self.table()}"
+    def _late(self, error: Exception) -> str:
+        if isinstance(error, dist.DistNetworkError):
+            return f"the store where the ranks meet is gone, and with it torchrun on the first node, or rank 0:\n{self.table()}"
+        return f"not every rank came to {self._here.step} within {self._deadline.total_seconds():g} s:\n{self.table()}"
 
     def _key(self, who: int | str, count: int | None = None) -> str:
         return f"{self._launch}/{self._count if count is None else count}/{who}"
+
+    def _word(self, rank: int) -> str:
+        return f"{self._launch}/doing/{rank}"
+
+
+def _never() -> None:
+    """A rank that is alone waits for nobody."""
+
+
+def _told(words: str, step: str, word: dict[str, Any]) -> str:
+    """Where a rank is, with what it said last: what it does there, unless it has gone on since, and which process it is."""
+    said = [words.format(step)]
+    if word and word["step"] == step:
+        silent = time.time() - word["at"]
+        said.append(word["doing"] + (f" ({silent:.0f} s ago)" if silent > 3 * TELL_S else ""))
+    if word:
+        ended = word["host"] == HOST and not _runs(word["pid"])
+        said.append(f"process {word['pid']} on {word['host']}" + (", which has ended" if ended else ""))
+    return "; ".join(said)
+
+
+def _runs(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _connection(timeout: datetime.timedelta) -> TCPStore:

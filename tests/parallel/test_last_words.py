@@ -14,6 +14,7 @@ from rft.parallel.last_words import last_words
 def words():
     {words}
 
+{before}
 with last_words(words):
     print("ready", flush=True)
     {waiting}
@@ -21,14 +22,19 @@ with last_words(words):
 
 
 # A mutex that is locked twice is waited for in C, and no signal interrupts that: no bytecode runs, and so no handler.
-IN_C = "import ctypes; c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64); [c.pthread_mutex_lock(mutex) for _ in range(2)]"
+BEFORE_C = "import ctypes; c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64); _ = c.pthread_mutex_lock(mutex)"
+IN_C = "c.pthread_mutex_lock(mutex)"
 
 
 def ended(
-    by: signal.Signals = signal.SIGTERM, *, words: str = "return 'rank 0: here'", waiting: str = "threading.Event().wait(60)"
+    by: signal.Signals = signal.SIGTERM,
+    *,
+    words: str = "return 'rank 0: here'",
+    before: str = "",
+    waiting: str = "threading.Event().wait(60)",
 ) -> tuple[int, str]:
     """The exit status and stderr of a process that gets a signal while it waits."""
-    script = WAITING.format(words=words, waiting=waiting)
+    script = WAITING.format(words=words, before=before, waiting=waiting)
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -44,7 +50,7 @@ def test_sigterm_prints_the_words_and_ends_at_once() -> None:
 
 
 def test_while_the_process_is_in_c_too() -> None:
-    status, errors = ended(waiting=IN_C)
+    status, errors = ended(before=BEFORE_C, waiting=IN_C)
     assert status == 128 + signal.SIGTERM
     assert "rank 0: here" in errors
 
@@ -57,7 +63,7 @@ def test_sigint_interrupts_what_it_can() -> None:
 
 
 def test_sigint_ends_what_it_cannot_interrupt() -> None:
-    status, errors = ended(signal.SIGINT, waiting=f"import rft.parallel.last_words as module; module.GRACE_S = 0.2; {IN_C}")
+    status, errors = ended(signal.SIGINT, before=f"import rft.parallel.last_words as module; module.GRACE_S = 0.2; {BEFORE_C}", waiting=IN_C)
     assert status == 128 + signal.SIGINT
     assert errors == "ended by SIGINT; where the ranks were:\nrank 0: here\n"
 
@@ -69,12 +75,12 @@ def test_words_that_fail_do_not_keep_the_process() -> None:
 
 
 def test_what_was_there_before_is_there_again() -> None:
-    both = (signal.SIGTERM, signal.SIGINT)
-    handlers = [signal.getsignal(which) for which in both]
+    all_three = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    handlers = [signal.getsignal(which) for which in all_three]
     threads = threading.active_count()
     with last_words(str):
-        assert all(signal.getsignal(which) is not handler for which, handler in zip(both, handlers, strict=True))
-    assert [signal.getsignal(which) for which in both] == handlers
+        assert all(signal.getsignal(which) is not handler for which, handler in zip(all_three, handlers, strict=True))
+    assert [signal.getsignal(which) for which in all_three] == handlers
     assert signal.set_wakeup_fd(-1) == -1
     deadline = time.monotonic() + 5
     while threading.active_count() > threads:
