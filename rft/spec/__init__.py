@@ -2,6 +2,7 @@
 
 from rft.spec.engines import DType, EngineSpec, TransformersEngine, VLLMEngine
 from rft.spec.launch import LaunchSpec
+from rft.spec.lora import LoRA
 from rft.spec.roles import Critic, FrozenSpec, MovingAverage, Reference, RewardModel, SharedCritic, Where
 from rft.spec.training import CriticTrainerSpec, DeepSpeedTrainer, FSDP2Trainer, TrainerSpec, Training
 
@@ -14,6 +15,7 @@ __all__ = [
     "FSDP2Trainer",
     "FrozenSpec",
     "LaunchSpec",
+    "LoRA",
     "MovingAverage",
     "Reference",
     "RewardModel",

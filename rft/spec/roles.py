@@ -97,6 +97,10 @@ class Critic:
     where: Where = "host"
     """Where model and optimizer lie after launch."""
 
+    def __post_init__(self) -> None:
+        if getattr(self.trainer, "lora", None) is not None:
+            raise BadInput("Critic.trainer.lora must be None: an adapter is the Actor's; a SharedCritic trains little, too")
+
     def build(self, actor: ModelFolder, world: World) -> protocol.Critic:
         """Builds it, sharded, on the device. Collective."""
         return self.trainer.build_critic(actor if self.model is None else find_model(self.model), world)
@@ -108,6 +112,11 @@ class SharedCritic(Training):
 
     lr: float = 1e-4
     """Peak learning rate of the head."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora is not None:
+            raise BadInput("SharedCritic.lora must be None: the head is trained as it is; give LoRA to LaunchSpec.trainer")
 
     def build(self, actor: protocol.Trainer, world: World) -> protocol.Critic:
         """Builds the head on the hidden states of `actor`. Collective. Raises `BadInput` for a trainer that does not give them."""

@@ -9,6 +9,7 @@ from rft.models import ModelFolder
 from rft.parallel.world import World
 from rft.spec.checks import at_least_one
 from rft.spec.engines import DType
+from rft.spec.lora import LoRA
 from rft.trainers.protocol import Critic, Trainer
 
 
@@ -54,6 +55,8 @@ class Training:
     """Recompute activations in the backward pass."""
     micro_batch_tokens: int = 16384
     """Tokens of one forward pass, on each rank: real ones, or where a model's rows must be padded (the log says so) padding too."""
+    lora: LoRA | None = None
+    """Train an adapter of low rank, and leave the model itself alone; None: train all of it."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "micro_batch_tokens")
