@@ -6,6 +6,7 @@ From a profile of the step's last half: how long copies from host to device run,
 long the device is idle in all. Lines are appended to results/prefetch.jsonl. One CUDA device.
 """
 
+import itertools
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -62,7 +63,7 @@ def figures(events: Any) -> dict[str, float]:
     spans = [(e.time_range.start, e.time_range.end) for e in on_device]
     copies = [span for span, e in zip(spans, on_device, strict=True) if "HtoD" in e.name]
     kernels = merged([span for span, e in zip(spans, on_device, strict=True) if "Memcpy" not in e.name and "Memset" not in e.name])
-    idle = [(end, start) for (_, end), (start, _) in zip(kernels, kernels[1:], strict=False)]
+    idle = [(end, start) for (_, end), (start, _) in itertools.pairwise(kernels)]
     return {
         "copies": len(copies),
         "copies_ms": round(length(copies) / 1e3, 3),
