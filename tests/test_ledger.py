@@ -20,6 +20,7 @@ from rft.errors import (
 )
 from rft.ledger import TABLE, Ledger, beginning, joint_of, needs, recovery, restoration, route, written
 from rft.state import Devices, Roles, first_state, restored_state, then
+from rft.steps import restore
 from rft.testing import InjectedFault, scripted_devices, scripted_launch, scripted_minibatch
 from tests.refusals import State, failing, refused, sampled, trained, with_old
 
@@ -461,11 +462,11 @@ def test_a_restoration_gives_a_state_that_is_newer_than_all(begun: State) -> Non
 
 def test_nothing_is_restored_after_launch_or_inside_another_step(begun: State) -> None:
     with pytest.raises(IllegalStep, match=r"restore\(state\) was called inside average"):
-        _ = rft.average(begun, {"x": (float(bool(rft.steps.restore(begun, Path(), None))) for _ in range(1))})
+        _ = rft.average(begun, {"x": (float(bool(restore(begun, Path(), None))) for _ in range(1))})
     begun.devices.ledger.close()
     assert rft.legal(begun) == ()
     with pytest.raises(RuntimeClosed):
-        _ = rft.steps.restore(begun, Path(), None)
+        _ = restore(begun, Path(), None)
 
 
 def test_the_librarys_rows_are_of_its_steps_alone() -> None:

@@ -22,20 +22,22 @@ from rft.errors import (
     BadInput,
     ConsumedState,
     DoesNotFit,
+    EngineFailed,
     IllegalStep,
     NonFiniteGradient,
     RoleError,
     RuntimeClosed,
+    RuntimePoisoned,
     TooStale,
     WrongBatch,
 )
 from rft.ledger import Edge, Joint, joint_of
 from rft.state import AXES, Awake, Fresh, NoOld, OldLogProbs, OnDevice
-from rft.steps import table
+from rft.steps import restore, save, table
 from rft.testing import SAMPLING, Faults, scripted_devices, scripted_launch, scripted_minibatch, scripted_prompts
 from rft.trainers.scripted import ScriptedTrainer
 from tests.models import tiny_model
-from tests.refusals import State, refused, sampled, trained, with_old
+from tests.refusals import State, failing, refused, sampled, trained, with_old
 
 ROOT = Path(__file__).parents[1]
 
@@ -469,6 +471,8 @@ DESIGN = {
     "reference_logprobs": ("any any any any", "same same same same"),
     "values": ("any any any any", "same same same same"),
     "model_rewards": ("any any any any", "same same same same"),
+    "save": ("any any any NoOld", "same same same same"),
+    "restore": ("any any any any", "Asleep Stale OnDevice NoOld"),
     "rewards": ("any any any any", "same same same same"),
     "average": ("any any any any", "same same same same"),
     "all_rows": ("any any any any", "same same same same"),
@@ -493,6 +497,7 @@ def by_the_design(name: str, joint: Joint) -> Joint | None:
 def test_the_table_has_the_designs_rows() -> None:
     assert list(ROWS) == list(DESIGN)
     assert {name for name, edge in ROWS.items() if edge.kind == "recovery"} == {"recover"}
+    assert {name for name, edge in ROWS.items() if edge.kind == "restoration"} == {"restore"}
     kept = {name for name, (needs, gives) in DESIGN.items() if needs and set(gives.split()) == {SAME}}
     assert {name for name, edge in ROWS.items() if edge.kind == "observation"} == kept - {"offload", "reload", "train_critic", "update_ema"}
 
@@ -515,7 +520,9 @@ def test_every_reachable_state_leads_on_to_a_fresh_batch() -> None:
         assert goal in table.reachable(list(ROWS.values()), joint)
         steps = found[joint]
         assert {edge.name for edge in steps} == {
-            edge.name for edge in ROWS.values() if edge.kind in ("transition", "recovery") and by_the_design(edge.name, joint) is not None
+            edge.name
+            for edge in ROWS.values()
+            if edge.kind in ("transition", "recovery", "restoration") and by_the_design(edge.name, joint) is not None
         }
 
 
@@ -605,6 +612,72 @@ def test_the_readme_shows_what_is_printed(printed: str) -> None:
     shown = re.search(r"<!-- steps -->\n(.*?)<!-- /steps -->", (ROOT / "README.md").read_text(), re.DOTALL)
     assert shown is not None
     assert shown[1].strip() == printed.strip()
+
+
+# ---- checkpoints: what they hold, and what goes wrong with them, is in tests/checkpoint ----
+
+
+@pytest.fixture
+def saved(begun: State, tmp_path: Path) -> State:
+    """A state of version 1 that has been saved, with the engine awake and the optimizer on the host since."""
+    state = rft.finish_batch(trained(*with_old(begun)))
+    path = save(state, tmp_path, {"step": 1})
+    assert path.parent == tmp_path
+    return rft.offload(rft.broadcast(state), rft.ACTOR_OPTIMIZER)
+
+
+def test_restoring_gives_back_the_saved_version_and_values_at_rest(saved: State, tmp_path: Path) -> None:
+    rollouts = sampled(saved)
+    state = rft.reload(rft.compute_old_logprobs(saved, rollouts), rft.ACTOR_OPTIMIZER)
+    state = rft.offload_actor(trained(state, rollouts))
+    again, run = restore(state, tmp_path, {"step": 0})
+    assert run == {"step": 1}
+    assert joint_of(again) == (rft.Asleep, rft.Stale, OnDevice, NoOld)
+    assert (again.version, again.generation) == (1, state.generation + 1)
+    devices = scripted_devices(again)
+    assert devices.trainer.weights["head"].tolist() == [1.0]
+    assert devices.trainer.on_device == {"model": True, "optimizer": True}
+    assert devices.engine is not None
+    assert devices.engine.weights is None
+    assert len(sampled(rft.refresh(again))) == 4
+
+
+def test_restoring_from_a_used_up_state_puts_roles_where_it_had_them(saved: State, tmp_path: Path) -> None:
+    _ = rft.reload(saved, rft.ACTOR_OPTIMIZER)
+    again, _ = restore(saved, tmp_path, {"step": 0})
+    assert again.roles.of(rft.ACTOR_OPTIMIZER).where == "host"
+    assert not scripted_devices(again).trainer.on_device["optimizer"]
+
+
+def test_restoring_leads_on_after_any_failure(saved: State, tmp_path: Path) -> None:
+    state = rft.reload(saved, rft.ACTOR_OPTIMIZER)
+    rollouts = sampled(state)
+    batch = rft.compute_old_logprobs(state, rollouts)
+    with failing(batch, "step"), pytest.raises(RuntimePoisoned):
+        _ = trained(batch, rollouts)
+    again, _ = restore(batch, tmp_path, {"step": 0})
+    with failing(again, "load"), pytest.raises(EngineFailed):
+        _ = rft.broadcast(again)
+    final, _ = restore(again, tmp_path, {"step": 0})
+    assert rft.legal(rft.refresh(final))
+
+
+def test_a_restore_that_fails_half_way_can_be_tried_again(saved: State, tmp_path: Path) -> None:
+    with failing(saved, "install"), pytest.raises(RuntimePoisoned):
+        _ = restore(saved, tmp_path, {"step": 0})
+    assert rft.legal(saved) == ("restore",)
+    assert restore(saved, tmp_path, {"step": 0})[0].version == 1
+
+
+def test_saving_in_the_middle_of_a_batch_is_refused(begun: State, tmp_path: Path) -> None:
+    state, _ = with_old(begun)
+    with refused(state, IllegalStep, "old is OldLogProbs, and must be NoOld", "state = finish_batch(state)"):
+        _ = save(cast(Any, state), tmp_path, None)
+
+
+def test_restoring_nothing_is_refused(begun: State, tmp_path: Path) -> None:
+    with refused(begun, BadInput, "there is no whole checkpoint in"):
+        _ = restore(begun, tmp_path / "nowhere", None)
 
 
 # ---- launching and exporting ----

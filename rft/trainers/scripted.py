@@ -108,8 +108,6 @@ class ScriptedTrainer:
     def _move(self, part: Part, to_device: bool) -> None:
         verb = "reload" if to_device else "offload"
         self._pass(verb)
-        if self.on_device[part] is to_device and not to_device:
-            raise RuntimeError(f"{verb}: {part} is there already")
         self.on_device[part] = to_device
         self._pass(verb)
 
