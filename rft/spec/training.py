@@ -30,11 +30,9 @@ class CriticTrainerSpec(Protocol):
 
 
 @dc.dataclass(frozen=True, kw_only=True)
-class Training:
-    """What every training backend of ours is told: AdamW over fp32 masters, one global clip, micro-batches by tokens."""
+class Optimization:
+    """What every optimizer of ours is told: AdamW, one global clip, and a schedule."""
 
-    dtype: DType = "bfloat16"
-    """Of the forward and backward pass; masters, moments and gradient reduction are fp32."""
     lr: float = 1e-6
     """Peak learning rate; 0 is allowed, and moves nothing."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -51,15 +49,8 @@ class Training:
     """Optimizer steps from 0 to the peak."""
     total_steps: int | None = None
     """Optimizer steps of the whole run; linear and cosine need it."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
-    micro_batch_tokens: int = 16384
-    """Tokens of one forward pass, on each rank: real ones, or where a model's rows must be padded (the log says so) padding too."""
-    lora: LoRA | None = None
-    """Train an adapter of low rank, and leave the model itself alone; None: train all of it."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "micro_batch_tokens")
         numbers = 0 <= self.lr < math.inf and self.eps > 0 and 0 <= self.weight_decay < math.inf and self.max_grad_norm > 0
         if not numbers or self.warmup_steps < 0 or not all(0 <= beta < 1 for beta in self.betas):
             raise BadInput(
@@ -69,6 +60,24 @@ class Training:
             raise BadInput(
                 f"schedule={self.schedule!r} needs total_steps above warmup_steps={self.warmup_steps}, got total_steps={self.total_steps}"
             )
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Training(Optimization):
+    """What every training backend of ours is told: AdamW over fp32 masters, one global clip, micro-batches by tokens."""
+
+    dtype: DType = "bfloat16"
+    """Of the forward and backward pass; masters, moments and gradient reduction are fp32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    micro_batch_tokens: int = 16384
+    """Tokens of one forward pass, on each rank: real ones, or where a model's rows must be padded (the log says so) padding too."""
+    lora: LoRA | None = None
+    """Train an adapter of low rank, and leave the model itself alone; None: train all of it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least_one(self, "micro_batch_tokens")
 
 
 @dc.dataclass(frozen=True, kw_only=True)
