@@ -21,6 +21,7 @@ from rft.parallel.world import World
 from rft.spec import FSDP2Trainer
 from rft.trainers import hugging_face
 from rft.trainers.actor import Actor
+from rft.trainers.adamw import MOMENTS, adamw
 from rft.trainers.backend import Root
 from rft.trainers.passes import passes
 from rft.trainers.protocol import Part, Trainer
@@ -28,8 +29,6 @@ from rft.trainers.schedule import learning_rate
 from rft.trainers.scorer import bare_scorer, scorer
 from rft.trainers.sharded import Sharded, local, on_rank_0
 from rft.trainers.shelf import Shelf
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build(spec: FSDP2Trainer, folder: ModelFolder, world: World) -> Trainer:
@@ -52,7 +51,7 @@ class FSDP2(Sharded):
         super().__init__(root, world, dtype=spec.dtype, shards=spec.shards, keep_gathered=spec.keep_gathered, on_host=spec.offload)
         self._spec, self.managed, self.steps = spec, spec.offload, 0
         self._trained = [p for p in self.parameters if p.requires_grad]
-        self._optimizer: Any = _adamw(self._trained, spec)
+        self._optimizer: Any = adamw(self._trained, spec)
         self._moments = Shelf([] if spec.offload else local([self._state(p)[m] for p in self._trained for m in MOMENTS]))
         self.shelves: dict[Part, Shelf] = {"model": self.weights, "optimizer": self._moments}
 
@@ -130,15 +129,6 @@ class FSDP2(Sharded):
         """For each moment: this rank's slices by the identity of their parameters, from the host while they are away."""
         flat = self._moments.readable() or local([self._state(p)[m] for p in self._trained for m in MOMENTS])
         return [dict(zip(map(id, self._trained), flat[first :: len(MOMENTS)], strict=True)) for first in range(len(MOMENTS))]
-
-
-def _adamw(parameters: list[Any], spec: FSDP2Trainer) -> Any:
-    """AdamW with its moments there from the start, so that what it takes is known before the first step."""
-    optimizer = torch.optim.AdamW(parameters, spec.lr, spec.betas, spec.eps, spec.weight_decay, fused=True)
-    for p in parameters:
-        step = torch.zeros((), dtype=torch.float32, device=p.device)
-        optimizer.state[p] = {"step": step, **{moment: torch.zeros_like(p) for moment in MOMENTS}}
-    return optimizer
 
 
 def _part(tensor: Any) -> Tensor:

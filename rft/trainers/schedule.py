@@ -2,10 +2,10 @@
 
 import math
 
-from rft.spec import Training
+from rft.spec.training import Optimization
 
 
-def learning_rate(spec: Training, step: int) -> float:
+def learning_rate(spec: Optimization, step: int) -> float:
     """The learning rate of the optimizer step number `step`, which counts from 0.
 
     Warm-up: lr · step / warmup_steps, so that the first step of all measures without moving. Then, with x from 0 at the end of
