@@ -5,15 +5,19 @@ of them, `actor` and `critic` say what a model is for.
 """
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from rft.parallel.batches import Layout
 from rft.trainers.inputs import Inputs
 from rft.trainers.protocol import Part, Saved
 from rft.trainers.shelf import Shelf
+
+if TYPE_CHECKING:
+    from rft.trainers.passes import Passes
 
 
 class Root(Protocol):
@@ -28,6 +32,14 @@ class Root(Protocol):
 
     def named(self) -> dict[str, Tensor]:
         """Every tensor that a checkpoint has, by the name that it has there, parameters first: tied ones once."""
+        ...
+
+    def borrowed(self) -> list[nn.Module]:
+        """Modules whose weights are read outside of their own forward."""
+        ...
+
+    def exact(self) -> list[nn.Module]:
+        """Modules that compute in fp32, whatever the dtype is."""
         ...
 
     def modules(self) -> Iterator[nn.Module]:
@@ -51,13 +63,27 @@ class Asked(Protocol):
         ...
 
 
-class Backend(Asked, Saved, Protocol):
-    """A sharded root with its optimizer."""
+@runtime_checkable
+class Readable(Protocol):
+    """A model whose hidden states others read."""
 
     name: str
-    root: Root
-    managed: bool
-    """Whether it keeps weights or moments on the host by itself, and brings them to the device when it needs them."""
+    passes: Passes
+    """How rows go through it."""
+
+    def hidden(self, asked: Inputs) -> Float[Tensor, "wanted width"]:
+        """The hidden states that predict the tokens asked for, no gradient. Collective. Raises `RoleError` where it is on the host."""
+        ...
+
+    def after_passes(self) -> None:
+        """As of `Asked`."""
+        ...
+
+
+class Steps(Asked, Saved, Protocol):
+    """What an optimizer moves, micro-batch by micro-batch."""
+
+    name: str
     steps: int
     """Optimizer steps taken."""
     shelves: dict[Part, Shelf]
@@ -79,6 +105,18 @@ class Backend(Asked, Saved, Protocol):
         """Lets go of whatever gradient there is, after a step and after one that failed."""
         ...
 
+    def close(self) -> None:
+        """Gives everything back."""
+        ...
+
+
+class Backend(Steps, Protocol):
+    """A sharded root with its optimizer."""
+
+    root: Root
+    managed: bool
+    """Whether it keeps weights or moments on the host by itself, and brings them to the device when it needs them."""
+
     def shape_of(self, tensor: Tensor) -> torch.Size:
         """The whole shape of a tensor of `Root.named`, of which this rank holds a part."""
         ...
@@ -89,8 +127,4 @@ class Backend(Asked, Saved, Protocol):
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
         """The same in fp32, where the optimizer's weights are more exact than those that compute."""
-        ...
-
-    def close(self) -> None:
-        """Gives everything back."""
         ...

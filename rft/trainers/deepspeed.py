@@ -156,8 +156,7 @@ def _engine(deepspeed: Any, root: Any, parameters: list[Any], spec: DeepSpeedTra
     """DeepSpeed's engine around the scorer, with PyTorch's AdamW, which needs no compiler."""
     optimizer = torch.optim.AdamW(parameters, spec.lr, spec.betas, spec.eps, spec.weight_decay, fused=True)
     if spec.stage == 3:
-        head: Any = root.model.get_output_embeddings()  # is used outside of its own forward
-        for parameter in head.parameters():
+        for parameter in (p for module in root.borrowed() for p in module.parameters()):
             deepspeed.zero.register_external_parameter(root, parameter)
     engine, *_ = deepspeed.initialize(model=root, optimizer=optimizer, config=_config(spec))
     return engine

@@ -1,8 +1,9 @@
 """What one forward pass takes, made on the host: rows laid out as the model takes them, and which of their tokens are asked for."""
 
 import dataclasses as dc
+from typing import Any
 
-from jaxtyping import Bool, Float32, Int64
+from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
 from rft import tree
@@ -22,8 +23,8 @@ class Inputs:
     """How packed tokens fall into rows; None: they are padded."""
     predictors: Int64[Tensor, "wanted"]
     """The places, counted through all lines, whose hidden states predict what is asked for."""
-    targets: Int64[Tensor, "wanted"]
-    """The tokens asked for."""
+    targets: Int64[Tensor, "wanted"] | None
+    """The tokens asked for; None: the hidden states that predict them are, and not what a head makes of them."""
     temperature: Float32[Tensor, "wanted"]
     """That each is scored at."""
 
@@ -52,3 +53,10 @@ def inputs(
         targets=found.targets,
         temperature=pack(temperature[:, None].expand_as(wanted), wanted),
     )
+
+
+def predicting(model: Any, asked: Inputs) -> Float[Tensor, "wanted width"]:
+    """The hidden states, after the last norm, that predict the tokens asked for, by a Hugging Face model with or without a head."""
+    rows = {} if asked.segments is None else {"segments": asked.segments, "position_ids": asked.segments.positions[None]}
+    hidden = model.get_decoder()(input_ids=asked.tokens, use_cache=False, **rows).last_hidden_state
+    return hidden.flatten(0, 1).index_select(0, asked.predictors)

@@ -13,7 +13,7 @@ from rft.experience import Minibatch
 from rft.objectives import LossTerms, MicroBatch, Totals, check_terms
 from rft.ops.metrics import Metric, host, merged, read
 from rft.parallel.batches import Batches
-from rft.trainers.backend import Backend
+from rft.trainers.backend import Steps
 from rft.trainers.inputs import Inputs
 from rft.trainers.microbatches import cut, gather, share_of
 from rft.trainers.passes import Passes
@@ -25,7 +25,7 @@ AnyObjective = Callable[[Any, MicroBatch, Totals], LossTerms]
 class Learner:
     """A backend that learns from rows. `shown` makes of the root's answers what an objective gets first."""
 
-    backend: Backend
+    backend: Steps
     passes: Passes
     shown: Callable[..., Any]
 

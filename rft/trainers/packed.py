@@ -1,6 +1,8 @@
 """Attention over rows that lie one behind the other, as a function in transformers' own registry of them."""
 
 import inspect
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +11,9 @@ from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
 from rft.ops.packing import Segments, one_behind_the_other, side_by_side
+from rft.parallel.batches import Layout
+
+log = logging.getLogger("rft")
 
 NAME = "rft_packed"
 # Older builds take fewer heads of keys and values than of queries without being told.
@@ -32,6 +37,21 @@ def prepare(model: Any) -> None:
         raise CannotPack("its attention cannot be replaced")
     AttentionInterface.register(NAME, attention)
     model.set_attn_implementation(NAME)
+
+
+def choose(model: Any, right: Callable[[Layout], bool]) -> Layout:
+    """Packed rows where the model takes them and `right` finds them to compute the same as padded ones; and prepares the model."""
+    name, before = type(model).__name__, model.config._attn_implementation
+    try:
+        prepare(model)
+        if not right("packed"):
+            raise CannotPack("they touch each other")
+        log.info("%s: rows are packed without padding", name)
+        return "packed"
+    except CannotPack as why:
+        model.set_attn_implementation(before)
+        log.warning("%s cannot take packed rows, they are padded: %s", name, why)
+        return "padded"
 
 
 def attention(

@@ -1,6 +1,5 @@
 """A causal LM that answers with log-probs and entropies of the tokens asked for, and never makes the whole logits."""
 
-import logging
 import math
 from typing import Any
 
@@ -11,9 +10,7 @@ from rft.errors import BadInput
 from rft.ops.scores import head_scores
 from rft.parallel.batches import Layout
 from rft.trainers import hugging_face, packed
-from rft.trainers.inputs import Inputs, inputs
-
-log = logging.getLogger("rft")
+from rft.trainers.inputs import Inputs, inputs, predicting
 
 TOLERANCE = 1e-3
 """In nats, in fp32: more than rounding makes of a deep model, and less than any other computation than ours would."""
@@ -30,14 +27,25 @@ class Scorer(nn.Module):
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._scale = _scale(config)
 
-    def forward(self, asked: Inputs) -> tuple[Tensor, Tensor]:
-        """(log p, entropy) of the tokens asked for, `[wanted]`, in fp32: of softmax(logits / temperature), 0 meaning 1."""
-        rows = {} if asked.segments is None else {"segments": asked.segments, "position_ids": asked.segments.positions[None]}
-        hidden = self.model.get_decoder()(input_ids=asked.tokens, use_cache=False, **rows).last_hidden_state
-        predicting = hidden.flatten(0, 1).index_select(0, asked.predictors)
+    def forward(self, asked: Inputs) -> tuple[Tensor, ...]:
+        """(log p, entropy) of the tokens asked for, `[wanted]`, in fp32: of softmax(logits / temperature), 0 meaning 1.
+
+        Where no targets are given: the hidden states that predict them, `[wanted, width]`, in the dtype of computing.
+        """
+        states = predicting(self.model, asked)
+        if asked.targets is None:
+            return (states,)
         head = self.model.get_output_embeddings()
         heat = torch.where(asked.temperature == 0, 1.0, asked.temperature) / self._scale
-        return head_scores(predicting, head.weight, asked.targets, heat, bias=head.bias, softcap=self._softcap)
+        return head_scores(states, head.weight, asked.targets, heat, bias=head.bias, softcap=self._softcap)
+
+    def borrowed(self) -> list[nn.Module]:
+        """See `Root`."""
+        return [self.model.get_output_embeddings()]
+
+    def exact(self) -> list[nn.Module]:
+        """See `Root`."""
+        return []
 
     def named(self) -> dict[str, Tensor]:
         """See `Root`."""
@@ -55,17 +63,7 @@ def scorer(model: Any) -> Scorer:
     expected, made = _from_logits(model), Scorer(model)
     if not _near(made, expected):
         raise BadInput(f"{name} does more to its logits than head, scale and soft cap; this trainer cannot compute its log-probs")
-    before = model.config._attn_implementation
-    try:
-        packed.prepare(model)
-        made.layout = "packed"
-        if not _near(made, expected):
-            raise packed.CannotPack("they touch each other")
-        log.info("%s: rows are packed without padding", name)
-    except packed.CannotPack as why:
-        model.set_attn_implementation(before)
-        made.layout = "padded"
-        log.warning("%s cannot take packed rows, they are padded: %s", name, why)
+    made.layout = packed.choose(model, lambda layout: _near(Scorer(model, layout), expected))
     return made
 
 

@@ -109,9 +109,11 @@ class Sharded:
     def _shard(self, dtype: str, keep_gathered: bool) -> None:
         offload = CPUOffloadPolicy(pin_memory=self._world.device.type == "cuda") if self._on_host else OffloadPolicy()
         mesh = self._mesh["shard"] if self._count == self._world.size else self._mesh
-        for module in [*hugging_face.blocks(self.root.model), self.root]:
+        exact = self.root.exact()
+        for module in [*hugging_face.blocks(self.root.model), *exact, self.root]:
             # What the root itself is given is to keep its dtype: temperatures are fp32.
-            dtypes: dict[str, Any] = {"param_dtype": getattr(torch, dtype), "reduce_dtype": torch.float32}
+            computing = torch.float32 if module in exact else getattr(torch, dtype)
+            dtypes: dict[str, Any] = {"param_dtype": computing, "reduce_dtype": torch.float32}
             policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=module is not self.root)
             options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload, "reshard_after_forward": not keep_gathered}
             sharded: Any = fully_shard(module, mesh=mesh, **options)
