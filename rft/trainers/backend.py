@@ -5,19 +5,15 @@ of them, `actor` and `critic` say what a model is for.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from rft.parallel.batches import Layout
 from rft.trainers.inputs import Inputs
 from rft.trainers.protocol import Part, Saved
 from rft.trainers.shelf import Shelf
-
-if TYPE_CHECKING:
-    from rft.trainers.passes import Passes
 
 
 class Root(Protocol):
@@ -60,23 +56,6 @@ class Asked(Protocol):
 
     def after_passes(self) -> None:
         """The passes of a step, or of log-probs, are over: nothing stays gathered."""
-        ...
-
-
-@runtime_checkable
-class Readable(Protocol):
-    """A model whose hidden states others read."""
-
-    name: str
-    passes: Passes
-    """How rows go through it."""
-
-    def hidden(self, asked: Inputs) -> Float[Tensor, "wanted width"]:
-        """The hidden states that predict the tokens asked for, no gradient. Collective. Raises `RoleError` where it is on the host."""
-        ...
-
-    def after_passes(self) -> None:
-        """As of `Asked`."""
         ...
 
 

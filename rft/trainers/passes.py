@@ -6,10 +6,10 @@ Rows lie on the host. Each micro-batch is laid out there, in pinned memory, and 
 import dataclasses as dc
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float32, Int64
+from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -114,6 +114,23 @@ class Passes:
         on short rows.) Gradient checkpointing computes the forward pass again in the backward pass, so that belongs inside too.
         """
         return sdpa_kernel(SDPBackend.MATH) if self.rough else nullcontext()
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """A model whose hidden states others read."""
+
+    name: str
+    passes: Passes
+    """How rows go through it."""
+
+    def hidden(self, asked: Inputs) -> Float[Tensor, "wanted width"]:
+        """The hidden states that predict the tokens asked for, no gradient. Collective. Raises `RoleError` where it is on the host."""
+        ...
+
+    def after_passes(self) -> None:
+        """As of `Asked`."""
+        ...
 
 
 def passes(root: Root, world: World, *, dtype: str, budget: int) -> Passes:
