@@ -1,7 +1,8 @@
 """Ranks, devices and process groups, as torchrun users know them.
 
 With 8 ranks and TP 2 the TP groups are [0,1] [2,3] [4,5] [6,7] and the DP groups [0,2,4,6] [1,3,5,7]. The Actor is sharded over
-the whole world; TP and DP are the engine's.
+the whole world; TP and DP are the engine's. On several nodes ranks count through node after node, so that a TP group, whose ranks
+are neighbours, lies on one of them.
 """
 
 import dataclasses as dc
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented as public)
 
-from rft.errors import BadInput
+from rft.errors import BadInput, RanksDiverged
 
 log = logging.getLogger("rft")
 _opened = itertools.count()
@@ -52,20 +53,18 @@ def dp_groups(size: int, tp: int) -> list[list[int]]:
 
 
 def open_world(tensor_parallel: int, *, timeout_s: float) -> World:
-    """Joins torchrun's world (or makes one of a single rank), with its TP and DP groups. Collective.
+    """Joins torchrun's world (or makes one of a single rank), with its TP and DP groups. Collective; over any number of nodes.
 
-    Raises `BadInput` where TP does not divide the world; nothing has been opened then.
+    Under torchrun the ranks call the roll first. Raises `RanksDiverged` that names those which did not come in time; and `BadInput`,
+    on every rank, where TP does not divide the world, a TP group would lie on two nodes, or a rank has no device.
+    Nothing has been opened then.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     rows, columns = tp_groups(size, tensor_parallel), dp_groups(size, tensor_parallel)
     if "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    device = _own_device()
     timeout = datetime.timedelta(seconds=timeout_s)
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        where: dict[str, Any] = {"store": _fresh_store(timeout), "rank": rank, "world_size": size} if _is_torchruns() else {}
-        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None, **where)
+    device = _join(rank, size, _problem(tensor_parallel, size), timeout)
     tp = [_group(ranks, timeout) for ranks in rows]
     dp = [_group(ranks, timeout) for ranks in columns]
     world = World(
@@ -80,8 +79,52 @@ def open_world(tensor_parallel: int, *, timeout_s: float) -> World:
         tp=tp[rank // tensor_parallel],
         dp=dp[rank % tensor_parallel],
     )
-    log.info("rank %d of %d: TP rank %d, DP rank %d, device %s", rank, size, world.tp_rank, world.dp_rank, device)
+    where = f"device {device}, process {os.getpid()} on {socket.gethostname()}"
+    log.info("rank %d of %d: TP rank %d, DP rank %d, %s", rank, size, world.tp_rank, world.dp_rank, where)
     return world
+
+
+def _join(rank: int, size: int, problem: str | None, timeout: datetime.timedelta) -> torch.device:
+    """Makes torch's process group, unless there is one already, when all ranks are there and none has a problem."""
+    store = _fresh_store(timeout) if _is_torchruns() and not dist.is_initialized() else None
+    problems = {rank: problem} if store is None else _roll_call(store, rank, size, problem, timeout)
+    if found := [f"rank {who}: {what}" for who, what in problems.items() if what]:
+        raise BadInput("\n".join(["this cannot be launched:", *found]))
+    device = _own_device()
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        where: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
+        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None, **where)
+    return device
+
+
+def _roll_call(store: PrefixStore, rank: int, size: int, problem: str | None, timeout: datetime.timedelta) -> dict[int, str]:
+    """What each rank says against a launch, if anything, once all are there."""
+    keys = {who: f"there/{who}" for who in range(size)}
+    store.set(keys[rank], problem or "")
+    try:
+        store.wait(list(keys.values()), timeout)
+    except dist.DistStoreError as error:
+        missing = ", ".join(str(who) for who, key in keys.items() if not store.check([key]))
+        raise RanksDiverged(
+            f"of {size} ranks, rank {missing} did not come to launch within {timeout.total_seconds():g} s; its own output, on its own "
+            "node, should say why"
+        ) from error
+    return {who: store.get(key).decode() for who, key in keys.items()}
+
+
+def _problem(tensor_parallel: int, size: int) -> str | None:
+    """What stands against this rank's taking part, seen from here."""
+    here, local = int(os.environ.get("LOCAL_WORLD_SIZE", size)), int(os.environ.get("LOCAL_RANK", "0"))
+    if here % tensor_parallel:
+        return (
+            f"tensor_parallel={tensor_parallel} would spread a TP group over nodes, and every token would wait for the network; "
+            f"{socket.gethostname()} runs {here} of the {size} processes: start torchrun with a multiple of {tensor_parallel} per node"
+        )
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else None
+    if devices is not None and local >= devices:
+        return f"it is local rank {local} on {socket.gethostname()}, where {devices} GPUs are visible: start one process a GPU"
+    return None
 
 
 def _group(ranks: Sequence[int], timeout: datetime.timedelta) -> dist.ProcessGroup | None:

@@ -63,7 +63,9 @@ def test_sigint_interrupts_what_it_can() -> None:
 
 
 def test_sigint_ends_what_it_cannot_interrupt() -> None:
-    status, errors = ended(signal.SIGINT, before=f"import rft.parallel.last_words as module; module.GRACE_S = 0.2; {BEFORE_C}", waiting=IN_C)
+    status, errors = ended(
+        signal.SIGINT, before=f"import rft.parallel.last_words as module; module.GRACE_S = 0.2; {BEFORE_C}", waiting=IN_C
+    )
     assert status == 128 + signal.SIGINT
     assert errors == "ended by SIGINT; where the ranks were:\nrank 0: here\n"
 

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def test_ranks_at_different_steps_are_told_who_is_where(results: Results) -> Non
     for seen in scene(results, "at different steps"):
         assert seen["error"] == "RanksDiverged"
         assert "not at the same step" in seen["message"]
-        assert "rank 0: offload_actor (generation 0)\n  rank 1: broadcast (generation 0)" in seen["message"]
+        assert re.search(r"rank 0: offload_actor \(generation 0\).*\n  rank 1: broadcast \(generation 0\)", seen["message"])
         assert seen["untouched"]
         assert "broadcast" in seen["legal"]
         assert seen["generation after"] == 1
@@ -39,7 +40,7 @@ def test_ranks_at_different_steps_are_told_who_is_where(results: Results) -> Non
 def test_ranks_at_different_generations_of_the_same_step_too(results: Results) -> None:
     for seen in scene(results, "at different generations"):
         assert seen["error"] == "RanksDiverged"
-        assert "rank 0: broadcast (generation 0)\n  rank 1: broadcast (generation 1)" in seen["message"]
+        assert re.search(r"rank 0: broadcast \(generation 0\).*\n  rank 1: broadcast \(generation 1\)", seen["message"])
         assert seen["untouched"]
 
 
@@ -60,7 +61,7 @@ def test_a_rank_that_hangs_in_a_collective_is_ended_with_last_words() -> None:
     assert "RanksDiverged: not every rank came to wake (generation 1) within 3 s" in output
     assert "rank 1: not here; last seen at broadcast (generation 0)" in output
     _, _, words = output.partition("ended by SIGTERM; where the ranks were:\n")
-    assert "  rank 0: already at wake (generation 1)\n  rank 1: broadcast (generation 0)\n" in words
+    assert re.search(r"  rank 0: already at wake \(generation 1\).*\n  rank 1: broadcast \(generation 0\)", words)
     assert "exitcode  : 143" in words, "rank 1 ended by itself, at once"
 
 
@@ -73,7 +74,7 @@ def test_an_engine_that_fails_on_one_rank_is_poisoned_on_all_and_recovers_on_all
     assert "rank 1: InjectedFault: engine.load was made to fail" in first["message"]
     assert (second["error"], second["cause"]) == ("EngineFailed", "InjectedFault")
     for seen in (first, second):
-        assert seen["legal"] == ["recover"]
+        assert seen["legal"] == ["recover", "restore"]
         assert seen["rows after"] == 4
 
 
