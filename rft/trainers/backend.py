@@ -4,7 +4,7 @@ What is computed, and of whom, is the same for both and stands beside: `passes` 
 of them, `actor` and `critic` say what a model is for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,15 @@ from rft.parallel.batches import Layout
 from rft.trainers.inputs import Inputs
 from rft.trainers.protocol import Part, Saved
 from rft.trainers.shelf import Shelf
+
+Wanted = Callable[[str], bool]
+"""Which of the named tensors."""
+
+
+def every(name: str) -> bool:
+    """All of them."""
+    del name
+    return True
 
 
 class Root(Protocol):
@@ -100,10 +109,10 @@ class Backend(Steps, Protocol):
         """The whole shape of a tensor of `Root.named`, of which this rank holds a part."""
         ...
 
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
+    def whole(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
         """`Root.named` in full, gathered one bucket at a time, also while it is away. Collective: exhaust it on every rank."""
         ...
 
-    def masters(self) -> Iterator[tuple[str, Tensor]]:
+    def masters(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
         """The same in fp32, where the optimizer's weights are more exact than those that compute."""
         ...

@@ -3,7 +3,7 @@
 import copy
 import os
 import shutil
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -88,12 +88,20 @@ def export(path: Path, weights: Iterable[tuple[str, Tensor]], model: Any, folder
     """
     dtype = folder.config.dtype or torch.float32
     kept = {n: t.to("cpu", dtype, copy=True) for n, t in weights if world.rank == 0}
+    on_rank_0(path, world, lambda: write(path, kept, model, folder))
+
+
+def on_rank_0(path: Path, world: World, write: Callable[[], None]) -> None:
+    """Rank 0 writes, the others wait. Collective.
+
+    Raises `BadInput` on all ranks where it cannot be written.
+    """
     problem: list[str | None] = [None]
     if world.rank == 0:
         try:
-            write(path, kept, model, folder)
+            write()
         except OSError as error:
-            problem = [f"the model could not be written to {path}: {error}"]
+            problem = [f"nothing could be written to {path}: {error}"]
     dist.broadcast_object_list(problem, group=world.host, group_src=0)
     if problem[0] is not None:
         raise BadInput(problem[0])
@@ -103,15 +111,22 @@ def write(path: Path, weights: Mapping[str, Tensor], model: Any, folder: ModelFo
     """Writes a folder that `from_pretrained` loads, aside and then renamed. What lay there before goes."""
     from huggingface_hub import save_torch_state_dict
 
+    with replaced(path) as aside:
+        save_torch_state_dict(dict(weights), aside)
+        folder.config.save_pretrained(aside)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(aside)
+        folder.tokenizer.save_pretrained(aside)
+
+
+@contextmanager
+def replaced(path: Path) -> Generator[Path]:
+    """A new folder aside, which takes the place of what lies at `path` in the end."""
     aside, before = (path.with_name(f".{path.name}.{word}") for word in ("writing", "before"))
     for rest in (aside, before):
         shutil.rmtree(rest, ignore_errors=True)
     aside.mkdir(parents=True)
-    save_torch_state_dict(dict(weights), aside)
-    folder.config.save_pretrained(aside)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(aside)
-    folder.tokenizer.save_pretrained(aside)
+    yield aside
     if path.exists():
         os.rename(path, before)
     os.rename(aside, path)

@@ -6,7 +6,7 @@ Every verb is collective: all ranks of the training group call it together. A ba
 import dataclasses as dc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float32, Int64
@@ -189,4 +189,39 @@ class Trainer(Saved, Protocol):
 
     def close(self) -> None:
         """Gives everything back."""
+        ...
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Sending:
+    """Named, full tensors on their way: what is promised, and the stream of it. It contains collectives: exhaust it on every rank."""
+
+    manifest: tuple[TensorSpec, ...]
+    tensors: Iterator[tuple[str, Tensor]]
+
+
+@runtime_checkable
+class Adapted(Protocol):
+    """What a trainer with LoRA does beside `Trainer`. Its `stream_weights` and `export` give the model with the adapter added to it."""
+
+    def base_logprobs(
+        self,
+        tokens: Int64[Tensor, "batch seq"],
+        mask: Bool[Tensor, "batch seq"],
+        wanted: Bool[Tensor, "batch seq"],
+        temperature: float,
+    ) -> Float32[Tensor, "batch seq"]:
+        """As `Trainer.logprobs`, of the base model: the adapter takes no part."""
+        ...
+
+    def base(self) -> Sending:
+        """The base model, under its Hugging Face names, as `Trainer.stream_weights` gives a model. It never changes."""
+        ...
+
+    def adapter(self) -> Sending:
+        """`<layer>.lora_A.weight` and `<layer>.lora_B.weight` of each layer, in fp32: the layer's weight is W + B A (B is scaled)."""
+        ...
+
+    def export_adapter(self, path: Path) -> None:
+        """Writes the adapter as a peft folder, which `LoRA.adapter` takes too; rank 0 writes."""
         ...
