@@ -21,7 +21,7 @@ from rft.trainers.protocol import TensorSpec
 
 
 class Actor(Holder):
-    """See `Trainer` and, for its hidden states, `Readable`."""
+    """See `Trainer` and, for its hidden states, `passes.Readable`."""
 
     def __init__(self, backend: Backend, passes: Passes, folder: ModelFolder) -> None:
         super().__init__(backend, passes, "the trainer")
@@ -62,7 +62,7 @@ class Actor(Holder):
         return self._learner.step(batch, old, objective)
 
     def hidden(self, asked: Inputs) -> Float[Tensor, "wanted width"]:
-        """See `Readable`."""
+        """See `passes.Readable`."""
         self.require("model")
         self._backend.training(False)
         with torch.no_grad():
@@ -70,7 +70,7 @@ class Actor(Holder):
         return states
 
     def after_passes(self) -> None:
-        """See `Readable`."""
+        """See `passes.Readable`."""
         self._backend.after_passes()
 
 
