@@ -8,7 +8,7 @@ from rft.models import ModelFolder, find_model
 from rft.parallel.world import World
 from rft.spec.checks import at_least_one
 from rft.spec.engines import DType
-from rft.spec.training import CriticTrainerSpec, FSDP2Trainer, Training
+from rft.spec.training import CriticTrainerSpec, FSDP2Trainer, Optimization
 from rft.trainers import protocol
 
 Where = Literal["device", "host"]
@@ -91,32 +91,35 @@ class Critic:
     """A value head on a model of its own, with its own backend, optimizer and schedule."""
 
     model: str | None = None
-    """A model folder or hub id (its head is left out); None: the Actor's."""
+    """A model folder or hub id, with the Actor's tokenizer: a causal LM, whose head is left out for a value head of zeros, or a sequence
+    classifier with one label, whose head is the value head then. None: the Actor's own, as it is before training."""
     trainer: CriticTrainerSpec = dc.field(default_factory=FSDP2Trainer)
     """Its training backend; need not be the Actor's."""
     where: Where = "host"
     """Where model and optimizer lie after launch."""
 
     def __post_init__(self) -> None:
+        if self.where not in ("device", "host"):
+            raise BadInput(f"Critic.where must be 'device' or 'host', got {self.where!r}")
+        if not hasattr(self.trainer, "build_critic"):
+            raise BadInput(f"Critic.trainer must be a specification such as FSDP2Trainer(), got {self.trainer!r}")
         if getattr(self.trainer, "lora", None) is not None:
             raise BadInput("Critic.trainer.lora must be None: an adapter is the Actor's; a SharedCritic trains little, too")
 
     def build(self, actor: ModelFolder, world: World) -> protocol.Critic:
-        """Builds it, sharded, on the device. Collective."""
-        return self.trainer.build_critic(actor if self.model is None else find_model(self.model), world)
+        """Builds it, sharded, on the device. Collective. Raises `BadInput` for what cannot be loaded, or has another tokenizer."""
+        own = actor if self.model is None else find_model(self.model)
+        if own.tokenizer.get_vocab() != actor.tokenizer.get_vocab():
+            raise BadInput(f"Critic.model {own.path} has another tokenizer than the Actor, whose tokens it would read; take one with the same")
+        return self.trainer.build_critic(own, world)
 
 
 @dc.dataclass(frozen=True, kw_only=True)
-class SharedCritic(Training):
+class SharedCritic(Optimization):
     """A value head on the Actor's hidden states, which it reads and never moves; with its own optimizer and schedule."""
 
     lr: float = 1e-4
     """Peak learning rate of the head."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lora is not None:
-            raise BadInput("SharedCritic.lora must be None: the head is trained as it is; give LoRA to LaunchSpec.trainer")
 
     def build(self, actor: protocol.Trainer, world: World) -> protocol.Critic:
         """Builds the head on the hidden states of `actor`. Collective. Raises `BadInput` for a trainer that does not give them."""

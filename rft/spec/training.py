@@ -103,6 +103,12 @@ class FSDP2Trainer(Training):
 
         return build(self, model, world)
 
+    def build_critic(self, model: ModelFolder, world: World) -> Critic:
+        """Builds a critic, as `build` does the Actor."""
+        from rft.trainers.fsdp2 import build_critic
+
+        return build_critic(self, model, world)
+
 
 @dc.dataclass(frozen=True, kw_only=True)
 class DeepSpeedTrainer(Training):
@@ -123,3 +129,9 @@ class DeepSpeedTrainer(Training):
         from rft.trainers.deepspeed import build
 
         return build(self, model, world)
+
+    def build_critic(self, model: ModelFolder, world: World) -> Critic:
+        """Builds a critic, as `build` does the Actor; where it computes in bf16, the head's weight is rounded to that, its values are not."""
+        from rft.trainers.deepspeed import build_critic
+
+        return build_critic(self, model, world)

@@ -19,13 +19,15 @@ from rft.spec import DeepSpeedTrainer
 from rft.trainers import deepspeed_state, hugging_face
 from rft.trainers.actor import Actor
 from rft.trainers.backend import Root
+from rft.trainers.critic import ValueModel
 from rft.trainers.gathering import Gathering, gathered
 from rft.trainers.inputs import Inputs
 from rft.trainers.passes import passes
-from rft.trainers.protocol import Part, Trainer
+from rft.trainers.protocol import Critic, Part, Trainer
 from rft.trainers.schedule import learning_rate
 from rft.trainers.scorer import scorer
 from rft.trainers.shelf import Shelf
+from rft.trainers.valuer import valuer
 
 OLDEST = (0, 19, 8)
 """Before it gradients could not be accumulated over a number of micro-batches that changes."""
@@ -43,6 +45,15 @@ def build(spec: DeepSpeedTrainer, folder: ModelFolder, world: World) -> Trainer:
     root = scorer(hugging_face.load(folder, checkpointing=spec.gradient_checkpointing))
     through = passes(root, world, dtype=spec.dtype, budget=spec.micro_batch_tokens)
     return Actor(ZeRO(deepspeed, root, spec, world), through, folder)
+
+
+def build_critic(spec: DeepSpeedTrainer, folder: ModelFolder, world: World) -> Critic:
+    """The same for a value head on a model of its own."""
+    deepspeed = _import()
+    _require_device(deepspeed, world)
+    root = valuer(folder, checkpointing=spec.gradient_checkpointing)
+    through = passes(root, world, dtype=spec.dtype, budget=spec.micro_batch_tokens)
+    return ValueModel(ZeRO(deepspeed, root, spec, world), through)
 
 
 class ZeRO:

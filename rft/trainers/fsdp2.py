@@ -23,12 +23,14 @@ from rft.trainers import hugging_face
 from rft.trainers.actor import Actor
 from rft.trainers.adamw import MOMENTS, adamw
 from rft.trainers.backend import Root
+from rft.trainers.critic import ValueModel
 from rft.trainers.passes import passes
-from rft.trainers.protocol import Part, Trainer
+from rft.trainers.protocol import Critic, Part, Trainer
 from rft.trainers.schedule import learning_rate
 from rft.trainers.scorer import bare_scorer, scorer
 from rft.trainers.sharded import Sharded, local, on_rank_0
 from rft.trainers.shelf import Shelf
+from rft.trainers.valuer import bare_valuer, valuer
 
 
 def build(spec: FSDP2Trainer, folder: ModelFolder, world: World) -> Trainer:
@@ -40,6 +42,17 @@ def build(spec: FSDP2Trainer, folder: ModelFolder, world: World) -> Trainer:
     )
     through = passes(root, world, dtype=spec.dtype, budget=spec.micro_batch_tokens)
     return Actor(FSDP2(root, spec, world), through, folder)
+
+
+def build_critic(spec: FSDP2Trainer, folder: ModelFolder, world: World) -> Critic:
+    """The same for a value head on a model of its own."""
+    root = on_rank_0(
+        world,
+        lambda: valuer(folder, checkpointing=spec.gradient_checkpointing),
+        lambda layout: bare_valuer(folder, layout, checkpointing=spec.gradient_checkpointing),
+    )
+    through = passes(root, world, dtype=spec.dtype, budget=spec.micro_batch_tokens)
+    return ValueModel(FSDP2(root, spec, world), through)
 
 
 class FSDP2(Sharded):

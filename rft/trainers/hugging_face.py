@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,18 +17,20 @@ from rft.models import ModelFolder, attention_of
 from rft.parallel.world import World
 
 
-def load(folder: ModelFolder, *, checkpointing: bool) -> Any:
+Kind = Literal["CausalLM", "SequenceClassification"]
+"""Of models, as transformers names them."""
+
+
+def load(folder: ModelFolder, *, checkpointing: bool, kind: Kind = "CausalLM") -> Any:
     """The model in fp32 on the host, without dropout (it would move the ratio of the first step away from 1).
 
     Raises `BadInput` where weights are missing or of another shape (they would be random), and for models whose checkpoints name
     their tensors in another way than the model does.
     """
-    from transformers import AutoModelForCausalLM
-
     options: dict[str, Any] = {**_options(folder), "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         with _without_progress_bars():
-            model, report = cast(Any, AutoModelForCausalLM).from_pretrained(folder.path, **options)
+            model, report = _auto(kind).from_pretrained(folder.path, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise BadInput(f"the weights in {folder.path} cannot be loaded: {error}") from error
     lost = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
@@ -39,15 +41,20 @@ def load(folder: ModelFolder, *, checkpointing: bool) -> Any:
     return _checkpointing(model, checkpointing)
 
 
-def empty(folder: ModelFolder, *, checkpointing: bool) -> Any:
+def empty(folder: ModelFolder, *, checkpointing: bool, kind: Kind = "CausalLM") -> Any:
     """The same model, its parameters on the meta device and to be filled in; its buffers are real."""
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
-        model: Any = cast(Any, AutoModelForCausalLM).from_config(**_options(folder))
+        model: Any = _auto(kind).from_config(**_options(folder))
     model.tie_weights()
     return _checkpointing(model, checkpointing)
+
+
+def _auto(kind: Kind) -> Any:
+    import transformers
+
+    return getattr(transformers, f"AutoModelFor{kind}")
 
 
 def _options(folder: ModelFolder) -> dict[str, Any]:

@@ -82,13 +82,13 @@ def _scale(config: Any) -> float:
 
 def _near(made: Scorer, expected: tuple[Tensor, Tensor]) -> bool:
     with torch.no_grad():
-        got = made(inputs(*_trial(made.model), made.layout))
+        got = made(inputs(*trial(made.model), made.layout))
     return all(torch.allclose(one, other, atol=TOLERANCE, rtol=0) for one, other in zip(got, expected, strict=True))
 
 
 def _from_logits(model: Any) -> tuple[Tensor, Tensor]:
     """What a scorer is to give, by the model's own logits."""
-    tokens, _, wanted, temperature = _trial(model)
+    tokens, _, wanted, temperature = trial(model)
     with torch.no_grad():
         logits = model(input_ids=tokens, use_cache=False).logits.float()
     table = (logits / temperature[:, None, None]).log_softmax(dim=-1)[:, :-1]
@@ -96,7 +96,7 @@ def _from_logits(model: Any) -> tuple[Tensor, Tensor]:
     return picked[wanted[:, 1:]], entropy[wanted[:, 1:]]
 
 
-def _trial(model: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def trial(model: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Two rows of five and three tokens, all but the first of each wanted, at temperature 0.7."""
     tokens = ((7 * torch.arange(10) + 3) % model.config.get_text_config().vocab_size).view(2, 5)
     mask = torch.arange(5) < torch.tensor([[5], [3]])
