@@ -1,10 +1,15 @@
 """Moves tensors between device and host by their storage, so that every alias of them (a shard, its flat parameter) moves along."""
 
+import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+
+ALIGNMENT = 16
+"""Bytes: each copy on the host begins at a multiple, where a number of any dtype can be read."""
 
 
 class Shelf:
@@ -17,6 +22,8 @@ class Shelf:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tuple(tensors)
         self._sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
+        self._first = list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in self._sizes), initial=0))
+        self._places = {key(tensor): place for place, tensor in enumerate(tensors)}
         self._cuda = any(tensor.is_cuda for tensor in tensors)
         self._host: Tensor | None = None
         self.away = False
@@ -31,45 +38,59 @@ class Shelf:
         if self.away:
             return
         if self._host is None:
-            self._host = _host_memory(self.bytes, pinned=self._cuda)
-        storages = [tensor.untyped_storage() for tensor in self._tensors]
-        for storage, part in zip(storages, self._host.split(self._sizes), strict=True):
-            _ = part.copy_(_raw(storage), non_blocking=True)
+            self._host = _host_memory(self._first[-1], pinned=self._cuda)
+        for place, tensor in enumerate(self._tensors):
+            _ = self._copy(place).copy_(_raw(tensor.untyped_storage()), non_blocking=True)
         self._settle()
-        for storage in storages:
-            storage.resize_(0)
+        for tensor in self._tensors:
+            tensor.untyped_storage().resize_(0)
         self.away = True
         if self._cuda:
             torch.cuda.empty_cache()
 
     def take(self) -> None:
         """Copies everything back, bit for bit. Idempotent."""
-        if self._host is None or not self.away:
+        if not self.away:
             return
-        for tensor, size, part in zip(self._tensors, self._sizes, self._host.split(self._sizes), strict=True):
-            tensor.untyped_storage().resize_(size)
-            _ = _raw(tensor.untyped_storage()).copy_(part, non_blocking=True)
+        for place, tensor in enumerate(self._tensors):
+            tensor.untyped_storage().resize_(self._sizes[place])
+            _ = _raw(tensor.untyped_storage()).copy_(self._copy(place), non_blocking=True)
         self._settle()
         self.away = False
         if not self._cuda:
             self._host = None
 
     def readable(self) -> list[Tensor]:
-        """The tensors themselves or, while they are away, their copies on the host."""
-        if self._host is None or not self.away:
-            return list(self._tensors)
-        parts = self._host.split(self._sizes)
-        return [_like(part, tensor) for part, tensor in zip(parts, self._tensors, strict=True)]
+        """The tensors themselves or, while they are away, their copies on the host, which may be written too."""
+        return [self.here(tensor) for tensor in self._tensors]
+
+    def here(self, tensor: Tensor) -> Tensor:
+        """One of the tensors, or of those that share a storage with one: itself or, while it is away, its copy on the host."""
+        place = self._places.get(key(tensor))
+        if not self.away or place is None:
+            return tensor
+        copy = self._copy(place).view(tensor.dtype)
+        # Strides count from the storage's start, and all copies share one storage.
+        return copy.as_strided(tensor.shape, tensor.stride(), copy.storage_offset() + tensor.storage_offset())
 
     def close(self) -> None:
         """Lets the tensors and the host memory go. Idempotent."""
-        if self._host is not None and self._cuda:
-            torch.cuda.check_error(_cudart().cudaHostUnregister(self._host.data_ptr()))
-        self._host, self._tensors, self._sizes = None, (), []
+        self._host, self._tensors, self._sizes, self._places, self.away = None, (), [], {}, False
+
+    def _copy(self, place: int) -> Tensor:
+        assert self._host is not None
+        return self._host[self._first[place] : self._first[place] + self._sizes[place]]
 
     def _settle(self) -> None:
         if self._cuda:
             torch.cuda.synchronize()
+
+
+def key(tensor: Tensor) -> int:
+    """The same for all tensors of one storage, wherever it has been moved."""
+    storage: Any = tensor.untyped_storage()
+    address: int = storage._cdata
+    return address
 
 
 def _cudart() -> Any:
@@ -80,13 +101,10 @@ def _raw(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _like(part: Tensor, tensor: Tensor) -> Tensor:
-    first = tensor.storage_offset()
-    return part.view(tensor.dtype)[first : first + tensor.numel()].view(tensor.shape)
-
-
 def _host_memory(size: int, *, pinned: bool) -> Tensor:
     memory = torch.empty(size, dtype=torch.uint8)
     if pinned and size:
         torch.cuda.check_error(_cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+        # Memory that is freed while it is registered makes later copies fail, from whatever comes to lie at the same addresses.
+        _ = weakref.finalize(memory, _cudart().cudaHostUnregister, memory.data_ptr())
     return memory
