@@ -1,6 +1,6 @@
 """What a loss is to a trainer (`protocol`), and how one is composed of small ones (`compositions`)."""
 
-from rft.objectives.compositions import combined, entropy_bonus, grpo, imitation, policy_loss, reference_kl, supervised
+from rft.objectives.compositions import combined, critic_loss, entropy_bonus, grpo, imitation, policy_loss, reference_kl, supervised
 from rft.objectives.protocol import LossTerms, MicroBatch, Objective, TokenScores, ValueObjective, check_terms
 from rft.ops.aggregation import Totals
 
@@ -13,6 +13,7 @@ __all__ = [
     "ValueObjective",
     "check_terms",
     "combined",
+    "critic_loss",
     "entropy_bonus",
     "grpo",
     "imitation",

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from rft.errors import BadInput
-from rft.objectives.protocol import LossTerms, MicroBatch, Objective, TokenScores, check_terms, tried
-from rft.ops import corrections, losses
+from rft.objectives.protocol import LossTerms, MicroBatch, Objective, TokenScores, ValueObjective, check_terms, tried, tried_on_values
+from rft.ops import corrections, losses, values
 from rft.ops.aggregation import Aggregation, Totals, token_mean
 from rft.ops.corrections import Correction
 from rft.ops.kl import importance_weighted, k1, k3
 from rft.ops.masked import masked_mean
-from rft.ops.metrics import Metric
+from rft.ops.metrics import Metric, explained_variance
 
 SurrogateFunction = Callable[[Tensor, Tensor, Tensor, Tensor], losses.Surrogate]
 """(new, old, advantages, mask), each `[batch, seq]` -> the loss of each token: a function of `ops.losses`, parameters bound."""
@@ -223,6 +223,45 @@ def supervised() -> Objective:
         return LossTerms(loss=loss, metrics={})
 
     return objective
+
+
+def critic_loss(*, clip: float | None = None, aggregate: Aggregation = token_mean) -> ValueObjective:
+    """The Critic's objective: squared error of its values against the returns, aggregated; for `train_critic`.
+
+        loss = aggregate_t( ½ (V_t − R_t)² ),   or with `clip`   aggregate_t( ½ max((V_t − R_t)², (clip(V_t, O_t ± clip) − R_t)²) )
+
+    R are the mini-batch's `returns`, O its `values`: those when the batch was collected. The formulas are `ops.values`'s.
+
+    Metrics, over the sampled tokens of the global batch: `value_loss`, `value_clip_fraction`, `value_mean`, `return_mean`, and
+    `explained_variance` of the returns. Raises `BadInput` for a clip that is not above 0, and in a step whose experience has no
+    `returns`, or with a clip no `values`.
+
+    Known as: TRL `cliprange_value`; verl `critic.cliprange_value`; OpenRLHF `--value_clip`.
+    Source: Schulman et al., Proximal Policy Optimization Algorithms, https://arxiv.org/abs/1707.06347, equation 9
+    """
+    _require_functions("critic_loss", aggregate=aggregate)
+
+    def objective(new: Tensor, micro: MicroBatch, totals: Totals) -> LossTerms:
+        mask, returns, old = micro.responses, _given(micro, "returns"), micro.rows.values
+        terms = (
+            values.value_loss(new, returns, mask)
+            if clip is None
+            else values.clipped_value_loss(new, _given(micro, "values") if old is None else old, returns, mask, clip=clip)
+        )
+        loss = aggregate(terms.loss, mask, totals)
+        means = {"value_clip_fraction": terms.clipped.float(), "value_mean": new.detach(), "return_mean": returns}
+        metrics: dict[str, Tensor | Metric] = {name: masked_mean(value, mask, totals.tokens) for name, value in means.items()}
+        metrics |= {"value_loss": loss.detach(), "explained_variance": explained_variance(new, returns, mask)}
+        return LossTerms(loss=loss, metrics=metrics)
+
+    return tried_on_values(objective)
+
+
+def _given(micro: MicroBatch, name: str) -> Tensor:
+    column: Tensor | None = getattr(micro.rows, name)
+    if column is None:
+        raise BadInput(f"critic_loss needs {name}; write experience(rollouts, rewards, advantages, returns=…, values=…)")
+    return column
 
 
 def _require_functions(where: str, **given: object) -> None:

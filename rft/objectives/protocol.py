@@ -97,14 +97,22 @@ def tried(objective: Objective) -> Objective:
 
     So a wrong parameter, and a mean over nothing, are found when an objective is composed. Raises `BadInput`, and what it raises.
     """
+    _try(objective, TokenScores(logprobs=torch.zeros(2, 3), entropy=torch.zeros(2, 3)))
+    return objective
+
+
+def tried_on_values(objective: ValueObjective) -> ValueObjective:
+    """The same for an objective of the Critic."""
+    _try(objective, torch.zeros(2, 3))
+    return objective
+
+
+def _try(objective: Callable[[Any, MicroBatch, Totals], LossTerms], shown: object) -> None:
     for sampled in (True, False):
-        micro = _made_up(sampled)
-        scores = TokenScores(logprobs=torch.zeros(2, 3), entropy=torch.zeros(2, 3))
-        terms = check_terms(objective(scores, micro, Totals(tokens=2, sequences=1, demonstrated=2)))
+        terms = check_terms(objective(shown, _made_up(sampled), Totals(tokens=2, sequences=1, demonstrated=2)))
         if not math.isfinite(float(terms.loss)):
             what = "two made-up rows" if sampled else "a micro-batch with nothing sampled (which keeps ranks company), where it must be 0"
             raise BadInput(f"the objective's loss is {float(terms.loss)} on {what}; divide by the totals, not by what is marked here")
-    return objective
 
 
 def _made_up(sampled: bool) -> MicroBatch:

@@ -68,6 +68,34 @@ class EffectiveSampleSize:
         return float(self.total) ** 2 / norm if norm else 0.0
 
 
+@dc.dataclass(frozen=True, kw_only=True)
+class ExplainedVariance:
+    """How much of the variance of returns R the values V account for.
+
+        1 − Var(R − V) / Var(R)
+
+    1 where the values differ from the returns by a constant only, 0 for values that tell nothing, below 0 for such as are worse than a
+    constant; 0 where there are no returns, or all are equal.
+    """
+
+    count: Tensor
+    total: Tensor
+    squares: Tensor
+    error: Tensor
+    error_squares: Tensor
+
+    def merge(self, other: Self, /) -> Self:
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in dc.fields(self)}
+        return dc.replace(self, **sums)
+
+    def value(self) -> float:
+        count = max(float(self.count), 1.0)
+        variance = float(self.squares) / count - (float(self.total) / count) ** 2
+        left = float(self.error_squares) / count - (float(self.error) / count) ** 2
+        rounding = 1e-12 * float(self.squares) / count
+        return 1 - left / variance if variance > rounding else 0.0
+
+
 @checked
 def maximum(values: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"]) -> Maximum:
     """The largest of the marked values."""
@@ -80,6 +108,18 @@ def effective_sample_size(weights: Float[Tensor, "*axes"], mask: Bool[Tensor, "*
     """The effective sample size of the marked weights (at least 0), summed in double precision."""
     kept = marked(weights.detach(), mask).double()
     return EffectiveSampleSize(total=kept.sum(), squares=kept.square().sum(), count=mask.sum())
+
+
+@checked
+def explained_variance(
+    values: Float[Tensor, "*axes"], returns: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"]
+) -> ExplainedVariance:
+    """The explained variance of the marked returns, summed in double precision."""
+    target = marked(returns.detach(), mask).double()
+    error = target - marked(values.detach(), mask).double()
+    return ExplainedVariance(
+        count=mask.sum(), total=target.sum(), squares=target.square().sum(), error=error.sum(), error_squares=error.square().sum()
+    )
 
 
 def merged(parts: Iterable[Mapping[str, Tensor | Metric]]) -> dict[str, Tensor | Metric]:
