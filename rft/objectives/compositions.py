@@ -17,7 +17,8 @@ from torch import Tensor
 
 from rft.errors import BadInput
 from rft.objectives.protocol import LossTerms, MicroBatch, Objective, TokenScores, ValueObjective, check_terms, tried, tried_on_values
-from rft.ops import corrections, losses, values
+from rft.ops import corrections, losses
+from rft.ops import values as value_losses
 from rft.ops.aggregation import Aggregation, Totals, token_mean
 from rft.ops.corrections import Correction
 from rft.ops.kl import importance_weighted, k1, k3
@@ -242,12 +243,11 @@ def critic_loss(*, clip: float | None = None, aggregate: Aggregation = token_mea
     _require_functions("critic_loss", aggregate=aggregate)
 
     def objective(new: Tensor, micro: MicroBatch, totals: Totals) -> LossTerms:
-        mask, returns, old = micro.responses, _given(micro, "returns"), micro.rows.values
-        terms = (
-            values.value_loss(new, returns, mask)
-            if clip is None
-            else values.clipped_value_loss(new, _given(micro, "values") if old is None else old, returns, mask, clip=clip)
-        )
+        mask, returns = micro.responses, _given(micro, "returns")
+        if clip is None:
+            terms = value_losses.value_loss(new, returns, mask)
+        else:
+            terms = value_losses.clipped_value_loss(new, _given(micro, "values"), returns, mask, clip=clip)
         loss = aggregate(terms.loss, mask, totals)
         means = {"value_clip_fraction": terms.clipped.float(), "value_mean": new.detach(), "return_mean": returns}
         metrics: dict[str, Tensor | Metric] = {name: masked_mean(value, mask, totals.tokens) for name, value in means.items()}

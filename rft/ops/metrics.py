@@ -111,9 +111,7 @@ def effective_sample_size(weights: Float[Tensor, "*axes"], mask: Bool[Tensor, "*
 
 
 @checked
-def explained_variance(
-    values: Float[Tensor, "*axes"], returns: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"]
-) -> ExplainedVariance:
+def explained_variance(values: Float[Tensor, "*axes"], returns: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"]) -> ExplainedVariance:
     """The explained variance of the marked returns, summed in double precision."""
     target = marked(returns.detach(), mask).double()
     error = target - marked(values.detach(), mask).double()

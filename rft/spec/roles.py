@@ -110,7 +110,7 @@ class Critic:
         """Builds it, sharded, on the device. Collective. Raises `BadInput` for what cannot be loaded, or has another tokenizer."""
         own = actor if self.model is None else find_model(self.model)
         if own.tokenizer.get_vocab() != actor.tokenizer.get_vocab():
-            raise BadInput(f"Critic.model {own.path} has another tokenizer than the Actor, whose tokens it would read; take one with the same")
+            raise BadInput(f"Critic.model {own.path} has another tokenizer than the Actor, and is to read its tokens; take one that has it")
         return self.trainer.build_critic(own, world)
 
 

@@ -96,7 +96,7 @@ def _kind(folder: ModelFolder) -> Kind:
 
 
 def _score(classifier: Any, folder: ModelFolder) -> Tensor:
-    head = getattr(classifier, "score", None)
+    head: Any = getattr(classifier, "score", None)
     if not isinstance(head, nn.Linear) or head.out_features != 1 or head.bias is not None:
         raise BadInput(
             f"{folder.path} is a sequence classifier, and a value head needs its head to be one linear function without a bias "
