@@ -131,7 +131,7 @@ class DeepSpeedTrainer(Training):
         return build(self, model, world)
 
     def build_critic(self, model: ModelFolder, world: World) -> Critic:
-        """Builds a critic, as `build` does the Actor; where it computes in bf16, the head's weight is rounded to that, its values are not."""
+        """Builds a critic, as `build` does the Actor. In bfloat16 the head's weight computes rounded to that; its values are fp32."""
         from rft.trainers.deepspeed import build_critic
 
         return build_critic(self, model, world)

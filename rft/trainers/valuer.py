@@ -97,7 +97,7 @@ def _kind(folder: ModelFolder) -> Kind:
 
 def _score(classifier: Any, folder: ModelFolder) -> Tensor:
     head: Any = getattr(classifier, "score", None)
-    if not isinstance(head, nn.Linear) or head.out_features != 1 or head.bias is not None:
+    if not isinstance(head, nn.Linear) or head.out_features != 1 or len(list(head.parameters())) > 1:
         raise BadInput(
             f"{folder.path} is a sequence classifier, and a value head needs its head to be one linear function without a bias "
             f"(`score`, one label); it has {head}; take a reward model with one label, or a causal language model"
