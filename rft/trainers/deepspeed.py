@@ -18,21 +18,25 @@ from rft.parallel.world import World
 from rft.spec import DeepSpeedTrainer
 from rft.trainers import deepspeed_state, hugging_face
 from rft.trainers.actor import Actor
-from rft.trainers.backend import Root
+from rft.trainers.backend import Root, Wanted, every
 from rft.trainers.critic import ValueModel
-from rft.trainers.gathering import Gathering, gathered
+from rft.trainers.deepspeed_state import MOMENTS, Held
+from rft.trainers.gathering import Gathering, Piece, assembled, gathered
 from rft.trainers.inputs import Inputs
 from rft.trainers.passes import passes
 from rft.trainers.protocol import Critic, Part, Trainer
 from rft.trainers.schedule import learning_rate
 from rft.trainers.scorer import scorer
 from rft.trainers.shelf import Shelf
+from rft.trainers.slices import Slices
 from rft.trainers.valuer import valuer
 
 OLDEST = (0, 19, 8)
 """Before it gradients could not be accumulated over a number of micro-batches that changes."""
 BUCKET = 50_000_000
 """Elements that are reduced together."""
+KINDS = ("model", *MOMENTS)
+"""What is saved of each parameter: its master, and the moments."""
 
 
 def build(spec: DeepSpeedTrainer, folder: ModelFolder, world: World) -> Trainer:
@@ -69,10 +73,10 @@ class ZeRO:
         self._engine: Any = _engine(deepspeed, self.root, self.parameters, spec)
         self._optimizer: Any = self._engine.optimizer
         deepspeed_state.make_moments(self._optimizer)
-        self._weights = {id(p): self._own_part(p) for p in self.parameters}
-        parts = deepspeed_state.parts(self._optimizer, list(self._weights.values()), on_host=spec.offload_optimizer)
+        self._held = deepspeed_state.held(self._optimizer, self.parameters, rank=world.rank, ranks=world.size)
+        parts = deepspeed_state.parts(self._optimizer, [held.weight for held in self._held.values()], on_host=spec.offload_optimizer)
         self.shelves: dict[Part, Shelf] = {part: Shelf(tensors) for part, tensors in parts.items()}
-        self._wholes = parts["model"]
+        self._slices, self._among = Slices(world, world.size), Gathering(group=None, size=world.size, device=world.device)
 
     # ---- computing ----
 
@@ -110,26 +114,46 @@ class ZeRO:
         """See `Backend`."""
         deepspeed_state.forget_gradients(self._optimizer)
 
-    # ---- weights ----
+    # ---- weights and moments ----
 
     def shape_of(self, tensor: Tensor) -> torch.Size:
         """See `Backend`."""
         return getattr(tensor, "ds_shape", tensor.shape)
 
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
+    def whole(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
         """See `Backend`."""
-        named = self.root.named()
-        yield from self._gathered([(n, named[n], part) for n, part in self._readable(named)])
-        yield from ((n, t) for n, t in named.items() if id(t) not in self._weights)
+        if self._spec.stage == 3:
+            yield from self._in_full("weight", wanted)
+        else:
+            yield from ((n, self._here(held.weight)) for n, held in self._named(wanted).items())
+        yield from self._buffers(wanted)
 
-    def masters(self) -> Iterator[tuple[str, Tensor]]:
+    def masters(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
         """See `Backend`."""
-        if self._spec.dtype == "float32":
-            yield from self.whole()
-            return
-        for name, tensor in self.root.named().items():
-            own = id(tensor) in self._weights
-            yield name, self._deepspeed.utils.safe_get_full_fp32_param(tensor) if own else tensor
+        yield from self._in_full("model", wanted)
+        yield from self._buffers(wanted)
+
+    def saved(self) -> dict[str, Tensor]:
+        """See `Saved`."""
+        tensors: dict[str, Tensor] = {}
+        for kind in KINDS:
+            for n, whole in self._in_full(kind):
+                tensors[_key(kind, n)] = self._slices.on_host(self._slices.mine(whole).float(), whole.shape)
+        tensors |= {_key("model", n): t.to("cpu", copy=True) for n, t in self._buffers()}
+        return {**tensors, "optimizer.steps": torch.tensor(self.steps)}
+
+    def install(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Saved`."""
+        named = self._named()
+        for kind in KINDS:
+            slices: Any = {n: tensors[_key(kind, n)] for n, held in named.items() if kind in held.stretches}
+            shards = [(n, tuple(named[n].shape), each.to_local()) for n, each in slices.items()]
+            for n, whole in gathered(shards, self._among):
+                self._write(named[n], kind, whole)
+        for n, t in self._buffers():
+            _ = t.copy_(tensors[_key("model", n)])
+        self.steps = int(tensors["optimizer.steps"])
+        deepspeed_state.set_steps(self._optimizer, self.steps)
 
     def close(self) -> None:
         """See `Backend`."""
@@ -138,29 +162,37 @@ class ZeRO:
         for shelf in self.shelves.values():
             shelf.close()
         self.root = self._engine = self._optimizer = None
-        self.parameters, self._weights, self._wholes = [], {}, []
+        self.parameters, self._held = [], {}
 
-    def _own_part(self, parameter: Any) -> Tensor:
-        """What this rank holds of a parameter: in stage 3 a piece of it, laid out flat; below, all of it."""
-        return parameter.ds_tensor.data if self._spec.stage == 3 else parameter.data
+    def _named(self, wanted: Wanted = every) -> dict[str, Held]:
+        return {n: self._held[id(t)] for n, t in self.root.named().items() if id(t) in self._held and wanted(n)}
 
-    def _readable(self, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parts by name, from the host's copy of their storage while they are away."""
-        wholes = self.shelves["model"].readable()
-        copies = {deepspeed_state.key(own): copy for own, copy in zip(self._wholes, wholes, strict=True)}
-        for name, part in ((n, self._weights[id(t)]) for n, t in named.items() if id(t) in self._weights):
-            copy = copies[deepspeed_state.key(part)]
-            first = copy.storage_offset() + part.storage_offset()  # strides count from the storage's start, and copies share one
-            yield name, torch.as_strided(copy, part.shape, part.stride(), first)
+    def _buffers(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
+        yield from ((n, t) for n, t in self.root.named().items() if id(t) not in self._held and wanted(n))
 
-    def _gathered(self, parts: list[tuple[str, Any, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        if self._spec.stage < 3:
-            yield from ((name, part) for name, _, part in parts)
-            return
-        everywhere = Gathering(group=None, size=self._world.size, device=self._world.device)
-        shards = [(name, (len(part) * self._world.size,), part) for name, _, part in parts]
-        for (name, flat), (_, parameter, _) in zip(gathered(shards, everywhere), parts, strict=True):
-            yield name, flat[: parameter.ds_numel].view(parameter.ds_shape)
+    def _here(self, tensor: Tensor) -> Tensor:
+        """A tensor of this rank's, on the host while it is away."""
+        return self.shelves["optimizer"].here(self.shelves["model"].here(tensor))
+
+    def _in_full(self, kind: str, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
+        """Everything of one kind, gathered."""
+        parts = [(n, held, held.stretches[kind]) for n, held in self._named(wanted).items() if kind in held.stretches]
+        pieces = [Piece(name=n, shape=held.shape, bounds=held.bounds, own=self._here(own)) for n, held, own in parts]
+        yield from assembled(pieces, self._among)
+
+    def _write(self, held: Held, kind: str, whole: Tensor) -> None:
+        """This rank's part of a whole tensor; what computes follows its master."""
+        first, end = held.bounds[self._world.rank]
+        own = whole.reshape(-1)[first:end]
+        _ = self._here(held.stretches[kind]).copy_(own)
+        if kind == "model" and self._spec.stage == 3:
+            _ = self._here(held.stretches["weight"]).copy_(own)
+        elif kind == "model":
+            _ = self._here(held.weight).copy_(whole)
+
+
+def _key(kind: str, name: str) -> str:
+    return f"model.{name}" if kind == "model" else f"optimizer.{kind}.{name}"
 
 
 def _engine(deepspeed: Any, root: Any, parameters: list[Any], spec: DeepSpeedTrainer) -> Any:

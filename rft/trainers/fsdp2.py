@@ -19,10 +19,10 @@ from rft.errors import NonFiniteGradient
 from rft.models import ModelFolder
 from rft.parallel.world import World
 from rft.spec import FSDP2Trainer
-from rft.trainers import hugging_face
+from rft.trainers import hugging_face, lora
 from rft.trainers.actor import Actor
 from rft.trainers.adamw import MOMENTS, adamw
-from rft.trainers.backend import Root
+from rft.trainers.backend import Root, Wanted, every
 from rft.trainers.critic import ValueModel
 from rft.trainers.passes import passes
 from rft.trainers.protocol import Critic, Part, Trainer
@@ -41,6 +41,8 @@ def build(spec: FSDP2Trainer, folder: ModelFolder, world: World) -> Trainer:
         lambda layout: bare_scorer(hugging_face.empty(folder, checkpointing=spec.gradient_checkpointing), layout),
     )
     through = passes(root, world, dtype=spec.dtype, budget=spec.micro_batch_tokens)
+    if spec.lora is not None:
+        return lora.actor(root, spec.lora, spec.dtype, folder, through, lambda adapted: FSDP2(adapted, spec, world))
     return Actor(FSDP2(root, spec, world), through, folder)
 
 
@@ -106,25 +108,31 @@ class FSDP2(Sharded):
 
     # ---- weights and moments ----
 
-    def masters(self) -> Iterator[tuple[str, Tensor]]:
+    def masters(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
         """See `Backend`."""
-        return self.whole()
+        return self.whole(wanted)
 
     def saved(self) -> dict[str, Tensor]:
         """See `Saved`."""
-        tensors: dict[str, Tensor] = {f"model.{n}": self.on_host(p, part) for n, (p, part) in self.sliced().items()}
-        for m, parts in zip(MOMENTS, self._moment_parts(), strict=True):
-            tensors |= {f"optimizer.{m}.{n}": self.on_host(p, parts[id(p)]) for n, (p, _) in self.sliced().items() if id(p) in parts}
+        sliced, on_host = self.sliced(), self.slices.on_host
+        tensors: dict[str, Tensor] = {f"model.{n}": on_host(part, p.shape) for n, (p, part) in sliced.items()}
+        for m in MOMENTS:
+            parts = self._moment_parts(m)
+            tensors |= {f"optimizer.{m}.{n}": on_host(parts[id(p)], p.shape) for n, (p, _) in sliced.items() if id(p) in parts}
+        tensors |= {f"model.{n}": t.to("cpu", copy=True) for n, t in self.buffers()}
         return {**tensors, "optimizer.steps": torch.tensor(self.steps)}
 
     def install(self, tensors: Mapping[str, Tensor]) -> None:
         """See `Saved`."""
-        moments = self._moment_parts()
-        for n, (p, part) in self.sliced().items():
+        sliced = self.sliced()
+        for n, (_, part) in sliced.items():
             _ = part.copy_(_part(tensors[f"model.{n}"]))
-            for m, parts in zip(MOMENTS, moments, strict=True):
-                if id(p) in parts:
-                    _ = parts[id(p)].copy_(_part(tensors[f"optimizer.{m}.{n}"]))
+        for m in MOMENTS:
+            parts = self._moment_parts(m)
+            for n, p in ((n, p) for n, (p, _) in sliced.items() if id(p) in parts):
+                _ = parts[id(p)].copy_(_part(tensors[f"optimizer.{m}.{n}"]))
+        for n, t in self.buffers():
+            _ = t.copy_(tensors[f"model.{n}"])
         self.steps = int(tensors["optimizer.steps"])
         for p in self._trained:
             _ = self._state(p)["step"].fill_(self.steps)
@@ -138,10 +146,10 @@ class FSDP2(Sharded):
     def _state(self, parameter: Any) -> dict[str, Any]:
         return self._optimizer.state[parameter]
 
-    def _moment_parts(self) -> list[dict[int, Tensor]]:
-        """For each moment: this rank's slices by the identity of their parameters, from the host while they are away."""
-        flat = self._moments.readable() or local([self._state(p)[m] for p in self._trained for m in MOMENTS])
-        return [dict(zip(map(id, self._trained), flat[first :: len(MOMENTS)], strict=True)) for first in range(len(MOMENTS))]
+    def _moment_parts(self, moment: str) -> dict[int, Tensor]:
+        """This rank's slices by the identity of their parameters, from the host while they are away."""
+        parts = local([self._state(p)[moment] for p in self._trained])
+        return {id(p): self._moments.here(part) for p, part in zip(self._trained, parts, strict=True)}
 
 
 def _part(tensor: Any) -> Tensor:

@@ -9,19 +9,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rft.errors import BadInput
 from rft.parallel.batches import Layout
 from rft.parallel.world import World
 from rft.trainers import hugging_face
-from rft.trainers.backend import Root
+from rft.trainers.backend import Root, Wanted, every
 from rft.trainers.gathering import Gathering, gathered
 from rft.trainers.gloo import GlooReduceScatter
 from rft.trainers.inputs import Inputs
 from rft.trainers.shelf import Shelf
+from rft.trainers.slices import Slices, mesh
 
 R = TypeVar("R", bound=Root)
 
@@ -34,7 +33,7 @@ class Sharded:
     ) -> None:
         self.root: Any = root
         self._world, self._count, self._on_host = world, shards or world.size, on_host
-        self._mesh = _mesh(world.device.type, world, self._count)
+        self._mesh, self.slices = mesh(world.device.type, world, self._count), Slices(world, self._count)
         whole = root.named() if world.rank == 0 and world.size > 1 else {}
         self._shard(dtype, keep_gathered)
         self.modules = [module for module in self.root.modules() if isinstance(module, FSDPModule)]
@@ -65,30 +64,23 @@ class Sharded:
         """See `Backend`."""
         return tensor.shape
 
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
+    def whole(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
         """See `Backend`."""
-        named = self.root.named()
+        named = {n: t for n, t in self.root.named().items() if wanted(n)}
         parts = self._readable()
         shards = [(n, tuple(t.shape), parts[id(t)]) for n, t in named.items() if id(t) in parts]
         yield from gathered(shards, self._gathering())
-        yield from ((n, t) for n, t in named.items() if id(t) not in parts)
+        yield from self.buffers(wanted)
+
+    def buffers(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
+        """Every named tensor that is no parameter; each rank has all of it."""
+        ours = set(map(id, self.parameters))
+        yield from ((n, t) for n, t in self.root.named().items() if id(t) not in ours and wanted(n))
 
     def sliced(self) -> dict[str, tuple[Any, Tensor]]:
         """Every named parameter, and this rank's slice of it, from the host while it is away."""
         parts = self._readable()
         return {n: (t, parts[id(t)]) for n, t in self.root.named().items() if id(t) in parts}
-
-    def on_host(self, parameter: Any, part: Tensor) -> DTensor:
-        """A copy on the host of this rank's slice of a parameter, or of something of its shape."""
-        mesh = _mesh("cpu", self._world, self._count)
-        copy = part.detach().to("cpu", copy=True)
-        return DTensor.from_local(copy, mesh, [Replicate(), Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride())
-
-    def mine(self, whole: Tensor) -> Tensor:
-        """This rank's slice of a whole tensor."""
-        parts = whole.chunk(self._count, dim=0)
-        rank = self._world.rank % self._count
-        return parts[rank] if rank < len(parts) else whole[:0]
 
     def close(self) -> None:
         """Gives everything back."""
@@ -99,8 +91,7 @@ class Sharded:
 
     def _readable(self) -> dict[int, Tensor]:
         """This rank's slices, by the identity of their parameters."""
-        parts = self.weights.readable() or local(self.parameters)
-        return dict(zip(map(id, self.parameters), parts, strict=True))
+        return {id(p): self.weights.here(part) for p, part in zip(self.parameters, local(self.parameters), strict=True)}
 
     def _gathering(self) -> Gathering:
         group: Any = self._mesh.get_group("shard") if self._count > 1 else None
@@ -138,7 +129,7 @@ class Sharded:
             _ = dist.broadcast(sent, src=0)
             if not whole:
                 here: Any = tensor.detach()
-                _ = here.to_local().copy_(self.mine(sent)) if id(tensor) in ours else here.copy_(sent)
+                _ = here.to_local().copy_(self.slices.mine(sent)) if id(tensor) in ours else here.copy_(sent)
 
 
 def local(tensors: list[Any]) -> list[Tensor]:
@@ -164,9 +155,3 @@ def on_rank_0(world: World, whole: Callable[[], R], like: Callable[[Layout], R])
     if problem is not None:
         raise BadInput(problem) from failure
     return made or like(layout)
-
-
-def _mesh(kind: str, world: World, shards: int) -> DeviceMesh:
-    if shards < 1 or world.size % shards:
-        raise BadInput(f"shards={shards} does not divide the world size {world.size}; start torchrun with a multiple of {shards} processes")
-    return init_device_mesh(kind, (world.size // shards, shards), mesh_dim_names=("replicate", "shard"))

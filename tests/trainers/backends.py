@@ -7,21 +7,23 @@ from torch import Tensor
 
 from rft.spec import DeepSpeedTrainer, FSDP2Trainer, Training
 
-FSDP2 = ("fsdp2",)
+FSDP2 = ("fsdp2", "fsdp2, offloaded")
+HYBRID = ("fsdp2, shards=1", "fsdp2, shards=2")
 ZERO = ("zero 1", "zero 2", "zero 3", "zero 2, offloaded", "zero 3, offloaded")
 
 
 def specification(backend: str, options: dict[str, Any]) -> Training:
     """The specification of a backend; `keep_gathered` is FSDP2's alone."""
-    if backend == "fsdp2":
-        return FSDP2Trainer(**options)
+    if backend.startswith("fsdp2"):
+        shards = int(backend.partition("shards=")[2] or 0) or None
+        return FSDP2Trainer(shards=shards, offload="offloaded" in backend, **options)
     stage: Any = int(backend.split()[1].strip(","))
     return DeepSpeedTrainer(stage=stage, offload_optimizer="offloaded" in backend, **options)
 
 
 def gradient(trainer: Any) -> dict[str, Tensor]:
     """That of the first step, whole, if nothing was clipped: AdamW's first moment is then (1 − β₁) times it. Collective."""
-    named = dict(trainer._backend.root.model.named_parameters())
+    named = {name: p for name, p in trainer._backend.root.model.named_parameters() if p.requires_grad}
     if trainer.name == "fsdp2":
         moments = {name: trainer._backend._optimizer.state[p]["exp_avg"].full_tensor() for name, p in named.items()}
     else:
@@ -39,7 +41,7 @@ def held(trainer: Any) -> list[int]:
 def masters(trainer: Any) -> set[torch.dtype]:
     """Dtypes of what the optimizer updates."""
     if trainer.name == "fsdp2":
-        return {p.dtype for p in trainer._backend.parameters}
+        return {p.dtype for p in trainer._backend._trained}
     from rft.trainers import deepspeed_state
 
     return {master.dtype for master in deepspeed_state.masters(trainer._backend._optimizer)}

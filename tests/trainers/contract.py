@@ -5,7 +5,7 @@ A test file takes all of it (`from tests.trainers.contract import *`) and makes 
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,14 @@ from tests.trainers.batches import random_experience, some_old
 SCRIPT = Path(__file__).with_name("ranks.py")
 SOURCE = random_experience()
 OLD = some_old(SOURCE, torch.where(SOURCE.sampled, -6.0, 0.0))
-SHARES = {1: [range(8)], 2: [range(5), range(5, 8)], 3: [range(3), range(3, 4), range(4, 8)]}
+SHARES = {
+    1: [range(8)],
+    2: [range(5), range(5, 8)],
+    3: [range(3), range(3, 4), range(4, 8)],
+    4: [range(2), range(2, 3), range(3, 6), range(6, 8)],
+}
+# At the usual epsilon AdamW makes steps of gradients that are nothing but rounding.
+FIVE_STEPS = FSDP2Trainer(lr=1e-3, eps=1e-7, weight_decay=0.1, schedule="cosine", warmup_steps=1, total_steps=9)
 EXACT = [
     "whole", "row by row", "a few rows", "checkpointed", "an idle rank", "first step", "uneven shards", "a constant loss",
     "mixed temperatures", "padded", "padded, checkpointed",
@@ -43,6 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_model(folder / "windowed", "qwen2") / "config.json"
     window = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
     config.write_text(json.dumps(json.loads(config.read_text()) | window))
+    torch.save(plain_states(folder / "uneven")[2], folder / "plain.pt")
     return folder
 
 
@@ -62,6 +70,29 @@ def launched(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 def results(folder: Path, ranks: int) -> list[dict[str, Any]]:
     """What every rank saw, in rank order; and where, under `folder`."""
     return [torch.load(folder / f"{rank}.pt", weights_only=False) | {"folder": folder} for rank in range(ranks)]
+
+
+def plain_steps(network: Any, count: int, optimizer: Any = None) -> Iterator[tuple[Tensor, dict[str, float]]]:
+    """Steps a plain model; before each, its log-probs, and after it the loss, the gradient's norm and the learning rate."""
+    spec = FIVE_STEPS
+    optimizer = optimizer or torch.optim.AdamW(network.parameters(), 0.0, spec.betas, spec.eps, spec.weight_decay, foreach=False)
+    for step in range(count):
+        before = oracle.all_logprobs(network, SOURCE)
+        loss = oracle.plain_loss(network, SOURCE, OLD)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = lr = learning_rate(spec, step)
+        optimizer.step()
+        yield before, {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr}
+
+
+def plain_states(folder: Path) -> list[dict[str, Tensor]]:
+    """What a plain loop would save, before any step and after each of three."""
+    network, spec = oracle.plain_model(folder), FIVE_STEPS
+    optimizer = torch.optim.AdamW(network.parameters(), 0.0, spec.betas, spec.eps, spec.weight_decay, foreach=False)
+    before = oracle.saved(network, optimizer)
+    return [before, *(oracle.saved(network, optimizer) for _ in plain_steps(network, 3, optimizer))]
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
@@ -143,25 +174,12 @@ def test_an_objective_is_told_of_the_whole_batch(seen: list[dict[str, Any]]) -> 
 
 
 def test_five_steps_are_those_of_a_plain_loop(seen: list[dict[str, Any]], models: Path) -> None:
-    # At the usual epsilon AdamW makes steps of gradients that are nothing but rounding.
-    options: dict[str, Any] = {"lr": 1e-3, "eps": 1e-7, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 1, "total_steps": 9}
-    spec = FSDP2Trainer(**options)
     network = oracle.plain_model(models / "qwen2")
-    optimizer = torch.optim.AdamW(network.parameters(), 0.0, spec.betas, spec.eps, spec.weight_decay, foreach=False)
-    for step in range(5):
-        before = oracle.all_logprobs(network, SOURCE)
-        loss = oracle.plain_loss(network, SOURCE, OLD)
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = learning_rate(spec, step)
-        optimizer.step()
+    for step, (before, told) in enumerate(plain_steps(network, 5)):
         for rows, rank in zip(SHARES[len(seen)], seen, strict=True):
             result = rank["five_steps"]["steps"][step]
             torch.testing.assert_close(result["logprobs"], before[list(rows)], atol=5e-5, rtol=0)
-            assert result["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-5)
-            assert result["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-            assert result["lr"] == pytest.approx(learning_rate(spec, step))
+            assert {name: result[name] for name in told} == pytest.approx(told, rel=1e-4, abs=1e-5)
     expected = {name: p.detach() for name, p in network.named_parameters()}
     assert oracle.distance(seen[0]["five_steps"]["weights"], expected) < 1e-5
 
@@ -210,6 +228,31 @@ def test_going_to_the_host_and_back_changes_nothing(seen: list[dict[str, Any]]) 
             assert same(away, still)
         assert result["metrics"][0] == result["metrics"][1]
         assert same(*result["weights"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trainer_goes_on_from_what_another_saved(dtype: str, seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        result = rank["checkpoints"][dtype]
+        assert same(result["kept"], result["from host"])
+        assert {str(t.dtype) for name, t in result["kept"].items() if name != "optimizer.steps"} == {"torch.float32"}
+        assert same(*result["installed"])
+        assert result["metrics"][0] == result["metrics"][1]
+        assert same(*result["after"])
+        assert same(*result["weights"])
+        assert same(result["kept"], seen[0]["checkpoints"][dtype]["kept"])
+
+
+def test_what_is_saved_depends_on_no_backend_and_no_number_of_ranks(seen: list[dict[str, Any]], models: Path) -> None:
+    states = plain_states(models / "uneven")
+    for rank in seen:
+        kept, result = rank["checkpoints"]["float32"]["kept"], rank["from_elsewhere"]
+        assert same(result["installed"], states[2])
+        for got, expected in ((kept, states[2]), (result["after"], states[3])):
+            assert got["optimizer.steps"] == expected["optimizer.steps"]
+            for kind in ("model.", "optimizer.exp_avg.", "optimizer.exp_avg_sq."):
+                one, other = ({n: t for n, t in state.items() if n.startswith(kind)} for state in (got, expected))
+                assert oracle.distance(one, other) < 1e-5
 
 
 def test_export_is_an_ordinary_folder(seen: list[dict[str, Any]], models: Path) -> None:

@@ -64,6 +64,19 @@ def gradient(model: Any) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def saved(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What a trainer's `saved` is to give, in full."""
+    named = dict(model.named_parameters())
+    states = {name: optimizer.state[p] for name, p in named.items()}
+    moments = {
+        f"optimizer.{moment}.{name}": states[name][moment].clone() if states[name] else torch.zeros_like(p)
+        for moment in ("exp_avg", "exp_avg_sq")
+        for name, p in named.items()
+    }
+    steps = max((int(state["step"]) for state in states.values() if state), default=0)
+    return {**{f"model.{name}": p.detach().clone() for name, p in named.items()}, **moments, "optimizer.steps": torch.tensor(steps)}
+
+
 def norm(tensors: dict[str, Tensor]) -> float:
     return math.sqrt(sum(float(t.double().square().sum()) for t in tensors.values()))
 

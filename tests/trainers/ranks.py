@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rft.errors import BadInput, NonFiniteGradient, RftError, RuntimePoisoned
 from rft.experience import Experience, Minibatch
@@ -30,8 +31,8 @@ SOURCE = random_experience()
 MIXED = random_experience(temperature=None)
 OLD = some_old(SOURCE, torch.where(SOURCE.sampled, -6.0, 0.0))
 ALL = (0, 1, 2, 3, 4, 5, 6, 7)
-SHARES = {1: [ALL], 2: [(0, 1, 2, 3, 4), (5, 6, 7)], 3: [(0, 1, 2), (3,), (4, 5, 6, 7)]}
-IDLE = {1: [ALL], 2: [ALL, ()], 3: [ALL, (), ()]}
+SHARES = {1: [ALL], 2: [(0, 1, 2, 3, 4), (5, 6, 7)], 3: [(0, 1, 2), (3,), (4, 5, 6, 7)], 4: [(0, 1), (2,), (3, 4, 5), (6, 7)]}
+IDLE = {1: [ALL], 2: [ALL, ()], 3: [ALL, (), ()], 4: [ALL, (), (), ()]}
 FIVE_STEPS: dict[str, Any] = {
     **PLAIN, "eps": 1e-7, "max_grad_norm": 1.0, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 1, "total_steps": 9
 }  # fmt: skip
@@ -98,7 +99,7 @@ def gradients(world: World) -> Any:
         "padded, checkpointed": gradient(world, model="windowed", gradient_checkpointing=True),
         "bfloat16": gradient(world, old=False, dtype="bfloat16"),
     }
-    if backend == "fsdp2":
+    if backend.startswith("fsdp2"):
         seen["resharded"] = gradient(world, micro_batch_tokens=30, keep_gathered=False)
         seen["checkpointed, resharded"] = gradient(world, micro_batch_tokens=30, gradient_checkpointing=True, keep_gathered=False)
     return seen
@@ -193,6 +194,58 @@ def placement(world: World) -> Any:
     after = [moved.bytes("model"), moved.bytes("optimizer")]
     return {"refused": refused, "held": held, "sizes": sizes, "after": after, "metrics": metrics, "streams": streams,
             "weights": (weights(moved), weights(still))}  # fmt: skip
+
+
+def checkpoints(world: World) -> Any:
+    """What is saved after two steps goes to another trainer, and both step on; while the parts of one, then of the other, are away."""
+    seen: dict[str, Any] = {}
+    for dtype in ("float32", "bfloat16"):
+        one, other = (build(world, "uneven", micro_batch_tokens=40, **{**FIVE_STEPS, "dtype": dtype}) for _ in range(2))
+        batch, old = share(world)
+        for _ in range(2):
+            _ = one.step(batch, old, grpo())
+        kept = one.saved()
+        away(one)
+        from_host = one.saved()
+        back(one)
+        away(other)
+        other.install(from_host)
+        back(other)
+        installed = (weights(one), weights(other))
+        metrics = [trainer.step(batch, old, grpo()) for trainer in (one, other)]
+        seen[dtype] = {"kept": whole(kept), "from host": whole(from_host), "installed": installed, "metrics": metrics,
+                       "after": (whole(one.saved()), whole(other.saved())), "weights": (weights(one), weights(other))}  # fmt: skip
+    return seen
+
+
+def from_elsewhere(world: World) -> Any:
+    """What a plain loop has after two steps, installed; and one more step."""
+    trainer = build(world, "uneven", micro_batch_tokens=40, **FIVE_STEPS)
+    like, plain = trainer.saved(), torch.load(MODELS / "plain.pt")
+    trainer.install({name: cut(tensor, plain[name]) for name, tensor in like.items()})
+    installed = whole(trainer.saved())
+    metrics = trainer.step(*share(world), grpo())
+    return {"installed": installed, "metrics": metrics, "after": whole(trainer.saved())}
+
+
+def away(trainer: Any) -> None:
+    trainer.offload("optimizer")
+    trainer.offload("model")
+
+
+def back(trainer: Any) -> None:
+    trainer.reload("model")
+    trainer.reload("optimizer")
+
+
+def whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """What is saved, in full."""
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+
+
+def cut(like: Any, full: Tensor) -> Tensor:
+    """A whole tensor, cut as another one is."""
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None) if isinstance(like, DTensor) else full
 
 
 def one_rank_copies_nothing(world: World) -> Any:
@@ -318,7 +371,7 @@ def refusal(call: Callable[[], Any], kind: type[RftError] = RftError) -> list[st
 
 SCENES = (
     gradients, many_equal_micro_batches, compute_dtype, first_steps, five_steps, supervised_steps, logprobs, streams, placement,
-    one_rank_copies_nothing, export, not_finite, bad_batches, failing_objective, metrics,
+    checkpoints, from_elsewhere, one_rank_copies_nothing, export, not_finite, bad_batches, failing_objective, metrics,
     totals_of_the_batch,
 )  # fmt: skip
 
