@@ -4,36 +4,30 @@ Before a step the ranks compare a fingerprint (its name, the state's generation,
 keeps, which outlives every rank. A rank that took another path, or does not come before the deadline, is an error with a table of
 all ranks, not a hang. The first verdict on a meeting holds for all: a rank that comes late learns that it was given up.
 
-Once a second each rank leaves in the same store what it is doing, so that every table, on whichever rank it is printed, says of all of them
-where they are and for how long, those that hang included.
+What each rank is doing lies in the same store (see `board`), so that every table says of all of them where they are and for how long,
+on whichever rank it is printed, those that hang included.
 """
 
 import contextlib
 import datetime
 import itertools
-import json
 import os
-import socket
-import threading
-import time
 from collections.abc import Generator, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import psutil
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented as public)
 
 from rft.errors import PeerFailed, RanksDiverged
+from rft.parallel.board import Board, told
 from rft.parallel.last_words import last_words, say
 from rft.parallel.whereabouts import Whereabouts, lost_others, may_be_alone
 from rft.parallel.world import World
 
 T = TypeVar("T")
+NEWLINE = "\n"
 WELL, APART = "all ranks are here", "the ranks are not at the same step"
-TELL_S = 1.0
-"""How often a rank tells what it is doing."""
-HOST = socket.gethostname()
 
 
 class Lockstep:
@@ -44,35 +38,32 @@ class Lockstep:
     def __init__(self, world: World, deadline_s: float) -> None:
         self._world, self._deadline, self._count = world, datetime.timedelta(seconds=deadline_s), 0
         self._here = Whereabouts(deadline_s, spins=world.device.type == "cuda")
-        self._store = self._onlooker = None
+        self._store = self._board = None
         if world.size > 1:
             # Two connections: one that waits for a key serves nobody else.
-            self._store, self._onlooker = _connection(self._deadline), _connection(self._deadline)
+            self._store, onlooker = _connection(self._deadline), _connection(self._deadline)
             self._launch = f"rft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(Lockstep._opened)}"
+            self._board = Board(world, self._here, onlooker, self._launch, deadline_s=deadline_s)
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
-        """While it is open this rank tells the others what it is doing, prints the table when it is ended or asked (see `last_words`),
-        and ends itself where it must (see `whereabouts`)."""
-        done = threading.Event()
-        teller = threading.Thread(target=self._tell_until, args=(done,), daemon=True, name="rft-whereabouts")
-        teller.start()
-        try:
-            with last_words(self.table, self._here.overdue if self._store is not None else _never):
+        """While it is open this rank tells the others what it is doing, prints the table when it is ended, or asked, by a signal (see
+        `last_words`), and ends itself where it must (see `whereabouts`). A rank that is alone waits for nobody, and never must."""
+        if self._board is None:
+            with last_words(self.table):
                 yield
-        finally:
-            done.set()
-            teller.join(TELL_S)
+        else:
+            with self._board.kept(), last_words(self.table, self._here.overdue):
+                yield
 
     def meet(self, step: str, generation: int) -> None:
         """Returns when every rank has come to this step. Raises `RanksDiverged` with a table of who is where."""
         self._count += 1
         self._here.comes(f"{step} (generation {generation})")
         if self._store is not None:
-            self._store.set(self._key(self._world.rank), self._here.step)
             verdict = self._judged(self._store) if self._world.rank == 0 else self._awaited(self._store)
             if verdict != WELL:
-                raise self._diverged(verdict, lost=not verdict.startswith(APART))
+                raise self._diverged(verdict, for_good=not verdict.startswith(APART))
         self._here.enters()
 
     def leave(self, error: BaseException | None) -> None:
@@ -81,38 +72,29 @@ class Lockstep:
             self._here.leaves()
             return
         self._here.fails(error)
-        if self._onlooker is not None and (lost_others(error) or may_be_alone(error)):
-            self.tell()
+        lost = lost_others(error)
+        if self._board is not None and (lost or may_be_alone(error)):
+            self._tell()
+            if lost:
+                self._board.give_up(f"{self._here.step} {self._here.doing()}")
             say(f"rank {self._world.rank}: {self._here.step} failed; where the ranks are:\n{self.table()}")
 
     def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Tells the others that this rank leaves `launch`, and by which error. What an exit stack calls."""
         del kind, trace
         self._here.closes(error)
-        self.tell()
-
-    def tell(self) -> None:
-        """Leaves word of what this rank is doing."""
-        if self._onlooker is not None:
-            mine = {"step": self._here.step, "doing": self._here.doing(), "at": time.time(), "pid": os.getpid(), "host": HOST}
-            with contextlib.suppress(dist.DistError):  # where the store has gone, nobody is left to read it
-                self._onlooker.set(self._word(self._world.rank), json.dumps(mine))
-
-    def _tell_until(self, done: threading.Event) -> None:
-        self.tell()
-        while not done.wait(TELL_S):
-            self.tell()
+        self._tell(done=error is None)
 
     def table(self) -> str:
         """Where each rank is, as far as it has said so. Safe to call from another thread, while this one waits."""
-        own = f"  rank {self._world.rank}: {self._here.step}; {self._here.doing()}; process {os.getpid()} on {HOST}"
-        if self._onlooker is None:
-            return own
-        self.tell()
+        if self._board is None:
+            return f"  rank {self._world.rank}: {self._here.step}; {self._here.doing()}"
+        own, board = self._board.own(), self._board
         try:
-            return "\n".join(f"  rank {rank}: {self._seen(self._onlooker, rank)}" for rank in range(self._world.size))
+            return "\n".join(f"  rank {rank}: {self._seen(board, rank)}" for rank in range(self._world.size))
         except dist.DistError as error:
-            return f"{own}\n  where the others are cannot be read any more: {str(error).partition(chr(10))[0]}"
+            gone = f"  where the others are cannot be read any more: {str(error).partition(NEWLINE)[0]}"
+            return f"  rank {self._world.rank}: {told('{}', own.step, own)}\n{gone}"
 
     def agree(self, failure: Exception | None) -> None:
         """Collective: raises `failure` here, or `PeerFailed` where only other ranks have one. Returns if nobody has."""
@@ -143,21 +125,27 @@ class Lockstep:
             try:
                 dist.all_gather_object(values, value, group=self._world.host)
             except RuntimeError as error:  # gloo has no error of its own
-                raise self._diverged(f"the ranks lost each other in {self._here.step} ({error}):\n{self.table()}", lost=True) from error
+                raise self._diverged(f"the ranks lost each other in {self._here.step} ({error}):\n{self.table()}", for_good=True) from error
         return values
 
-    def _diverged(self, verdict: str, *, lost: bool) -> RanksDiverged:
+    def _tell(self, *, done: bool = False) -> None:
+        if self._board is not None:
+            with contextlib.suppress(dist.DistError):  # where the store is gone, nobody is left to read it
+                self._board.tell(done=done)
+
+    def _diverged(self, verdict: str, *, for_good: bool) -> RanksDiverged:
         error = RanksDiverged(verdict)
         self._here.fails(error)
-        if lost:
-            self._here.given_up()
-        self.tell()
+        self._tell()
+        if for_good and self._board is not None:
+            self._board.give_up(verdict.partition("\n")[0].rstrip(":"))
         return error
 
     def _judged(self, store: TCPStore) -> str:
         """On rank 0: waits for all, publishes the verdict, and lets the keys of the meeting before the last go."""
         keys = [self._key(rank) for rank in range(self._world.size)]
         try:
+            store.set(keys[0], self._here.step)
             store.wait(keys, self._deadline)
             said: Sequence[bytes] = store.multi_get(keys)
         except dist.DistError as error:
@@ -173,6 +161,7 @@ class Lockstep:
     def _awaited(self, store: TCPStore) -> str:
         """On the others: the verdict, or that none came."""
         try:
+            store.set(self._key(self._world.rank), self._here.step)
             return store.get(self._key("verdict")).decode()
         except dist.DistError as error:
             return self._published(store, self._late(error))
@@ -184,14 +173,14 @@ class Lockstep:
         except dist.DistError:
             return verdict
 
-    def _seen(self, store: TCPStore, rank: int) -> str:
+    def _seen(self, board: Board, rank: int) -> str:
         """Where a rank is: a meeting ahead of this rank, which has not gone on yet, at the same one, or behind. And what it does there."""
-        word: dict[str, Any] = json.loads(store.get(self._word(rank))) if store.check([self._word(rank)]) else {}
+        word = board.of(rank)
         for meeting, words in ((1, "already at {}"), (0, "{}"), (-1, "not here; last seen at {}")):
             key = self._key(rank, self._count + meeting)
-            if store.check([key]):
-                return _told(words, store.get(key).decode(), word)
-        return _told("not here; last seen at {}", word["step"], word) if word else "not here"
+            if board.store.check([key]):
+                return told(words, board.store.get(key).decode(), word)
+        return told("not here; last seen at {}", word.step, word) if word else "not here"
 
     def _late(self, error: Exception) -> str:
         if isinstance(error, dist.DistNetworkError):
@@ -200,32 +189,6 @@ class Lockstep:
 
     def _key(self, who: int | str, count: int | None = None) -> str:
         return f"{self._launch}/{self._count if count is None else count}/{who}"
-
-    def _word(self, rank: int) -> str:
-        return f"{self._launch}/doing/{rank}"
-
-
-def _never() -> None:
-    """A rank that is alone waits for nobody."""
-
-
-def _told(words: str, step: str, word: dict[str, Any]) -> str:
-    """Where a rank is, with what it said last: what it does there, unless it has gone on since, and which process it is."""
-    said = [words.format(step)]
-    if word and word["step"] == step:
-        silent = time.time() - word["at"]
-        said.append(word["doing"] + (f" ({silent:.0f} s ago)" if silent > 3 * TELL_S else ""))
-    if word:
-        ended = word["host"] == HOST and not _runs(word["pid"])
-        said.append(f"process {word['pid']} on {word['host']}" + (", which has ended" if ended else ""))
-    return "; ".join(said)
-
-
-def _runs(process: int) -> bool:
-    try:
-        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _connection(timeout: datetime.timedelta) -> TCPStore:

@@ -31,7 +31,7 @@ from rft.errors import RftError, RuntimePoisoned
 
 OWN_PACE = frozenset({"generate", "generate_stale", "rewards", "save", "restore", "export"})
 """Steps that may sit in one call for long and wait for no rank: an engine in a process of its own, a reward, a file system."""
-GRACE_S = 3.0
+GRACE_S = 2.0
 """How long a rank may take to leave `launch` once a deadline has passed."""
 BUSY = 0.2
 """The share of a core above which a rank computes, rather than waits."""
@@ -71,9 +71,7 @@ class Whereabouts:
     def fails(self, error: BaseException) -> None:
         """The step ended in an error."""
         self._now(self.step, f"failed in it ({_line(error)})", bounded=False)
-        if lost_others(error):
-            self.given_up()
-        elif may_be_alone(error):
+        if may_be_alone(error):
             self._end_in(self._deadline, f"it failed in {self.step}, and has neither met the others nor left `launch` since")
 
     def closes(self, error: BaseException | None) -> None:
@@ -82,9 +80,9 @@ class Whereabouts:
         if error is not None:
             self._end_in(self._deadline, "it could not leave `launch`")
 
-    def given_up(self) -> None:
+    def given_up(self, why: str) -> None:
         """The ranks have lost each other."""
-        self._end_in(GRACE_S, "the ranks have lost each other, and this one did not leave `launch`")
+        self._end_in(GRACE_S, f"it has not left `launch` since: {why}")
 
     def _end_in(self, seconds: float, why: str) -> None:
         end = self._clock() + seconds, why

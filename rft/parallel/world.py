@@ -86,7 +86,7 @@ def open_world(tensor_parallel: int, *, timeout_s: float) -> World:
 
 def _join(rank: int, size: int, problem: str | None, timeout: datetime.timedelta) -> torch.device:
     """Makes torch's process group, unless there is one already, when all ranks are there and none has a problem."""
-    store = _fresh_store(timeout) if _is_torchruns() and not dist.is_initialized() else None
+    store = _fresh_store(timeout) if under_torchrun() and not dist.is_initialized() else None
     problems = {rank: problem} if store is None else _roll_call(store, rank, size, problem, timeout)
     if found := [f"rank {who}: {what}" for who, what in problems.items() if what]:
         raise BadInput("\n".join(["this cannot be launched:", *found]))
@@ -132,7 +132,8 @@ def _group(ranks: Sequence[int], timeout: datetime.timedelta) -> dist.ProcessGro
     return group
 
 
-def _is_torchruns() -> bool:
+def under_torchrun() -> bool:
+    """Whether torchrun started this rank, and keeps the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
