@@ -16,7 +16,7 @@ from rft.errors import BadInput, MissingBackend, NonFiniteGradient
 from rft.models import ModelFolder
 from rft.parallel.world import World
 from rft.spec import DeepSpeedTrainer
-from rft.trainers import deepspeed_state, hugging_face
+from rft.trainers import deepspeed_state, hugging_face, lora
 from rft.trainers.actor import Actor
 from rft.trainers.backend import Root, Wanted, every
 from rft.trainers.critic import ValueModel
@@ -48,6 +48,8 @@ def build(spec: DeepSpeedTrainer, folder: ModelFolder, world: World) -> Trainer:
     _require_device(deepspeed, world)
     root = scorer(hugging_face.load(folder, checkpointing=spec.gradient_checkpointing))
     through = passes(root, world, dtype=spec.dtype, budget=spec.micro_batch_tokens)
+    if spec.lora is not None:
+        return lora.actor(root, spec.lora, spec.dtype, folder, through, lambda adapted: ZeRO(deepspeed, adapted, spec, world))
     return Actor(ZeRO(deepspeed, root, spec, world), through, folder)
 
 
@@ -134,17 +136,17 @@ class ZeRO:
         yield from self._buffers(wanted)
 
     def saved(self) -> dict[str, Tensor]:
-        """See `Saved`."""
+        """See `Saved`. What is not trained is not saved: it is what it was loaded as."""
         tensors: dict[str, Tensor] = {}
         for kind in KINDS:
-            for n, whole in self._in_full(kind):
+            for n, whole in self._in_full(kind, self._learning()):
                 tensors[_key(kind, n)] = self._slices.on_host(self._slices.mine(whole).float(), whole.shape)
         tensors |= {_key("model", n): t.to("cpu", copy=True) for n, t in self._buffers()}
         return {**tensors, "optimizer.steps": torch.tensor(self.steps)}
 
     def install(self, tensors: Mapping[str, Tensor]) -> None:
         """See `Saved`."""
-        named = self._named()
+        named = self._named(self._learning())
         for kind in KINDS:
             slices: Any = {n: tensors[_key(kind, n)] for n, held in named.items() if kind in held.stretches}
             shards = [(n, tuple(named[n].shape), each.to_local()) for n, each in slices.items()]
@@ -163,6 +165,9 @@ class ZeRO:
             shelf.close()
         self.root = self._engine = self._optimizer = None
         self.parameters, self._held = [], {}
+
+    def _learning(self) -> Wanted:
+        return {n for n, t in self.root.named().items() if t.requires_grad}.__contains__
 
     def _named(self, wanted: Wanted = every) -> dict[str, Held]:
         return {n: self._held[id(t)] for n, t in self.root.named().items() if id(t) in self._held and wanted(n)}
@@ -197,7 +202,8 @@ def _key(kind: str, name: str) -> str:
 
 def _engine(deepspeed: Any, root: Any, parameters: list[Any], spec: DeepSpeedTrainer) -> Any:
     """DeepSpeed's engine around the scorer, with PyTorch's AdamW, which needs no compiler."""
-    optimizer = torch.optim.AdamW(parameters, spec.lr, spec.betas, spec.eps, spec.weight_decay, fused=True)
+    trained = [p for p in parameters if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, spec.lr, spec.betas, spec.eps, spec.weight_decay, fused=True)
     if spec.stage == 3:
         for parameter in (p for module in root.borrowed() for p in module.parameters()):
             deepspeed.zero.register_external_parameter(root, parameter)

@@ -113,8 +113,8 @@ class FSDP2(Sharded):
         return self.whole(wanted)
 
     def saved(self) -> dict[str, Tensor]:
-        """See `Saved`."""
-        sliced, on_host = self.sliced(), self.slices.on_host
+        """See `Saved`. What is not trained is not saved: it is what it was loaded as."""
+        sliced, on_host = self._learning(), self.slices.on_host
         tensors: dict[str, Tensor] = {f"model.{n}": on_host(part, p.shape) for n, (p, part) in sliced.items()}
         for m in MOMENTS:
             parts = self._moment_parts(m)
@@ -124,7 +124,7 @@ class FSDP2(Sharded):
 
     def install(self, tensors: Mapping[str, Tensor]) -> None:
         """See `Saved`."""
-        sliced = self.sliced()
+        sliced = self._learning()
         for n, (_, part) in sliced.items():
             _ = part.copy_(_part(tensors[f"model.{n}"]))
         for m in MOMENTS:
@@ -142,6 +142,9 @@ class FSDP2(Sharded):
         self._moments.close()
         self._optimizer, self._trained = None, []
         super().close()
+
+    def _learning(self) -> dict[str, tuple[Any, Tensor]]:
+        return {n: (p, part) for n, (p, part) in self.sliced().items() if p.requires_grad}
 
     def _state(self, parameter: Any) -> dict[str, Any]:
         return self._optimizer.state[parameter]
