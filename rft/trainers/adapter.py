@@ -91,11 +91,11 @@ def switch(model: Any, *, on: bool) -> None:
 
 def named(model: Any) -> dict[str, Tensor]:
     """`hugging_face.named_tensors` of an adapted model, A and B directly before the weight that they are added to."""
-    plain = {_plain(name): tensor for name, tensor in hugging_face.named_tensors(model).items()}
+    found = {plain(name): tensor for name, tensor in hugging_face.named_tensors(model).items()}
     ordered: dict[str, Tensor] = {}
-    for name, tensor in plain.items():
+    for name, tensor in found.items():
         if not is_part(name):
-            ordered |= {part: plain[part] for part in parts_of(name) if part in plain}
+            ordered |= {part: found[part] for part in parts_of(name) if part in found}
             ordered[name] = tensor
     return ordered
 
@@ -111,7 +111,8 @@ def is_part(name: str) -> bool:
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
+    """The name without what peft adds to it."""
     return re.sub(rf"\.(lora_[AB])\.{NAME}\.", r".\1.", name.replace(".base_layer.", "."))
 
 
