@@ -133,22 +133,24 @@ class Sharded:
 
 
 def local(tensors: list[Any]) -> list[Tensor]:
-    """This rank's slices."""
-    return [tensor.detach().to_local() for tensor in tensors]
+    """This rank's slices. (An engine may read them in inference mode, where a DTensor cannot be taken apart.)"""
+    with torch.inference_mode(False):
+        return [tensor.detach().to_local() for tensor in tensors]
 
 
 def on_rank_0(world: World, whole: Callable[[], R], like: Callable[[Layout], R]) -> R:
     """The root as rank 0 makes it; on the others `like`, in the same layout, without memory for weights. Collective.
 
-    What goes wrong on rank 0 is raised on all.
+    What goes wrong on rank 0 is raised on all, as `BadInput`.
     """
     made, failure = None, None
     if world.rank == 0:
         try:
             made = whole()
-        except BadInput as error:
+        except Exception as error:  # noqa: BLE001 (it is raised again below, on all ranks: the others wait for this one)
             failure = error
-    told: list[tuple[str | None, Layout]] = [(str(failure) if failure else None, made.layout if made else "padded")]
+    what = None if failure is None else str(failure) if isinstance(failure, BadInput) else f"{type(failure).__name__}: {failure}"
+    told: list[tuple[str | None, Layout]] = [(what, made.layout if made else "padded")]
     if world.size > 1:
         dist.broadcast_object_list(told, src=0, group=world.host)
     problem, layout = told[0]
