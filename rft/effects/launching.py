@@ -26,7 +26,6 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
 
     The engine comes first, so that its memory is measured alone; it sleeps before the trainer is built.
     """
-    model = find_model(spec.model)
     with contextlib.ExitStack() as stack:
         joined = dist.is_initialized()
         world = open_world(spec.tensor_parallel, timeout_s=spec.deadline_s)
@@ -34,6 +33,7 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
         stack.enter_context(lockstep.watched())  # the leaving of the world too, which can hang like any collective
         if not joined:
             _ = stack.callback(_leave_world)
+        model = _built(lockstep, lambda: find_model(spec.model))  # a node may lack what the others have
         engine = None
         if spec.engine is not None:
             build = spec.engine.build
