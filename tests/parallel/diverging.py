@@ -110,7 +110,7 @@ def stubborn(*arguments: str) -> NoReturn:
         while True:
             try:
                 state = train(state, astray, rollouts)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (that is the point)
                 print("caught", type(error).__name__, flush=True)
                 time.sleep(0.5)
 

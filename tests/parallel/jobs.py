@@ -4,11 +4,13 @@ import contextlib
 import dataclasses as dc
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -16,6 +18,17 @@ from tests.launching import ROOT
 
 MARK = "RFT_TEST_JOB"
 STANDALONE = ("--standalone",)
+Form = Literal["c10d", "static"]
+
+
+def two_nodes(form: Form) -> list[tuple[str, ...]]:
+    """The options of two torchruns, as on two nodes, in either of the ways in which they find each other."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    if form == "c10d":
+        return [("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "a-job")] * 2
+    return [("--nnodes", "2", "--node-rank", str(n), "--master-addr", "127.0.0.1", "--master-port", port) for n in range(2)]
 
 
 @dc.dataclass
