@@ -72,7 +72,7 @@ def valuer(folder: ModelFolder, *, checkpointing: bool) -> Valuer:
     """
     loaded = hugging_face.load(folder, checkpointing=checkpointing, kind=_kind(folder))
     model, head = loaded.base_model, ValueHead(loaded.config.get_text_config().hidden_size)
-    if _kind(folder) == "SequenceClassification":
+    if _kind(folder) != "CausalLM":
         _ = head.weight.data.copy_(_score(loaded, folder))
     expected = _states(model, "padded")
     layout = packed.choose(model, lambda layout: _near(_states(model, layout), expected))
@@ -91,16 +91,17 @@ def bare_valuer(folder: ModelFolder, layout: Layout, *, checkpointing: bool) -> 
 
 def _kind(folder: ModelFolder) -> Kind:
     """What the folder says that it holds."""
-    names = folder.config.architectures or []
-    return "SequenceClassification" if any(name.endswith("ForSequenceClassification") for name in names) else "CausalLM"
+    names = " ".join(folder.config.architectures or [])
+    kinds: tuple[Kind, ...] = ("SequenceClassification", "TokenClassification")
+    return next((kind for kind in kinds if kind in names), "CausalLM")
 
 
 def _score(classifier: Any, folder: ModelFolder) -> Tensor:
     head: Any = getattr(classifier, "score", None)
     if not isinstance(head, nn.Linear) or head.out_features != 1 or len(list(head.parameters())) > 1:
         raise BadInput(
-            f"{folder.path} is a sequence classifier, and a value head needs its head to be one linear function without a bias "
-            f"(`score`, one label); it has {head}; take a reward model with one label, or a causal language model"
+            f"{folder.path} is a classifier, and a value head needs its head to be one linear function without a bias (`score`, one "
+            f"label); it has {head}; take a sequence classifier with one label, or a causal language model"
         )
     return head.weight.detach()
 
