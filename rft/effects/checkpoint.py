@@ -1,7 +1,7 @@
 """Saving a whole run, and going on from what was saved.
 
     save:     the tree as data → a folder aside → tensors, random states, facts → manifest → rename → older ones go
-    restore:  the newest whole one → same model, same structure? → engine to rest, roles in their places → install
+    restore:  the newest whole one → same model, same structure? → engine to rest → install → roles to their places
 
 A save touches nothing but the disk. A restore touches nothing until the checkpoint is known to be whole and to fit.
 """
@@ -21,7 +21,7 @@ from rft.checkpoint import folder as folders
 from rft.checkpoint import manifest, randomness, tensors, values
 from rft.effects.runtime import Runtime, runtime_of
 from rft.errors import BadInput, CheckpointFailed, RoleError
-from rft.state import EMA, OnDevice, PolicyVersion, RuntimeState
+from rft.state import ACTOR_OPTIMIZER, CRITIC, CRITIC_OPTIMIZER, EMA, OnDevice, PolicyVersion, RuntimeState
 from rft.trainers.protocol import Saved
 
 log = logging.getLogger("rft")
@@ -154,12 +154,14 @@ def restore(state: RuntimeState[Any, Any, Any, Any], folder: Path, run: Run) -> 
         random = _random_states(runtime, path, facts)
     named = _fitting(runtime, path, facts)
     with runtime.ledger.irreversible("runtime"), runtime.lockstep.agreement():
-        _to_places(state, runtime)
-        named = named or _read(runtime, path, facts)
+        if runtime.has_engine:
+            runtime.engine.sleep("release")
+        named = named or _read_with_all_there(runtime, path, facts)
         for part, of in _parts(runtime).items():
             of.install({name.removeprefix(f"{part}."): tensor for name, tensor in named.items() if name.startswith(f"{part}.")})
         runtime.generated = max(runtime.generated, facts["generated"])
         runtime.watch.remember(facts["watch"])
+        _to_places(state, runtime)
         if random is not None:
             randomness.install(random, runtime.world.device)
     if runtime.world.rank == 0:
@@ -218,7 +220,7 @@ def _random_states(runtime: Runtime, path: Path, facts: dict[str, Any]) -> dict[
 
 
 def _fitting(runtime: Runtime, path: Path, facts: dict[str, Any]) -> dict[str, Tensor] | None:
-    """The checkpoint's tensors on the host, or None where its fit can be told only when everything is in its place."""
+    """The checkpoint's tensors on the host, or None where that they fit can be told only when everything is on the device."""
     if runtime.ledger.fault() == "runtime":
         return None
     try:
@@ -237,10 +239,20 @@ def _read(runtime: Runtime, path: Path, facts: dict[str, Any]) -> dict[str, Tens
     return named
 
 
+def _read_with_all_there(runtime: Runtime, path: Path, facts: dict[str, Any]) -> dict[str, Tensor]:
+    """As `_read`, after moving what is read into to the device, if the backend must have it there."""
+    try:
+        return _read(runtime, path, facts)
+    except RoleError:
+        runtime.trainer.reload("model")
+        for role in (ACTOR_OPTIMIZER, CRITIC, CRITIC_OPTIMIZER, EMA):
+            if role in runtime.movable:
+                runtime.movable[role].reload()
+        return _read(runtime, path, facts)
+
+
 def _to_places(state: RuntimeState[Any, Any, Any, Any], runtime: Runtime) -> None:
-    """The engine at rest, the Actor on the device, every other role where `state` has it; what is there already stays."""
-    if runtime.has_engine:
-        runtime.engine.sleep("release")
+    """The Actor on the device, every other role where `state` has it; what is there already stays."""
     runtime.trainer.reload("model")
     for placement in sorted(state.roles.placements, key=lambda placement: placement.where == "device"):
         role = runtime.movable[placement.role]

@@ -2,14 +2,19 @@
 
 import dataclasses as dc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 import rft
+from rft.checkpoint.folder import newest_checkpoint
 from rft.effects.runtime import runtime_of
-from rft.errors import DoesNotFit, RftError, RoleError, TooStale, WrongBatch
+from rft.errors import BadInput, DoesNotFit, RftError, RoleError, TooStale, WrongBatch
 from rft.experience import Rollouts, Sampling
 from rft.ledger import TABLE, Edge
 from rft.state import ACTOR_OPTIMIZER, OldLogProbs, Role, RuntimeState
+from rft.steps import restore, save
 from rft.testing.scripted import scripted_devices, scripted_minibatch, scripted_prompts
 
 State = RuntimeState[Any, Any, Any, Any]
@@ -18,6 +23,9 @@ SAMPLING = Sampling(samples=2, max_new_tokens=3)
 
 class Stash(Protocol):
     """What a walk has gathered so far, for arguments to be taken from."""
+
+    folder: Path
+    """Where checkpoints go."""
 
     def rollouts(self, pick: int) -> Rollouts:
         """Some rollouts: those of an earlier `generate`, of this launch or another, or made by hand."""
@@ -79,6 +87,10 @@ def _minibatch_and_objective(stash: Stash, pick: int) -> Arguments:
     return (*_minibatch(stash, pick)[0], rft.grpo()), {}
 
 
+def _a_run(stash: Stash, pick: int) -> Arguments:
+    return (stash.folder, {"pick": pick, "coefficient": torch.tensor(float(pick))}), {}
+
+
 def _role(stash: Stash, pick: int) -> Arguments:
     del stash
     return ((ACTOR_OPTIMIZER, ACTOR_OPTIMIZER, Role("critic"), Role("actor"))[pick % 4],), {}
@@ -106,6 +118,11 @@ def _elsewhere(where: str) -> Callable[[State, Arguments], Refusals]:
 def _optimizer_away(state: State, arguments: Arguments) -> Refusals:
     del arguments
     return _elsewhere("device")(state, ((ACTOR_OPTIMIZER,), {}))
+
+
+def _nothing_saved(state: State, arguments: Arguments) -> Refusals:
+    del state
+    return {BadInput} if newest_checkpoint(arguments[0][0]) is None else set()
 
 
 def _in_the_way(state: State, adding: int) -> Refusals:
@@ -166,5 +183,7 @@ LIBRARY: tuple[Call, ...] = (
     Call(rft.train_step, _minibatch_and_objective, _other_batch),
     Call(rft.supervised_step, _minibatch, _optimizer_away),
     Call(rft.finish_batch),
+    Call(save, _a_run, _optimizer_away),
+    Call(restore, _a_run, _nothing_saved),
 )
 """The library's steps that a walk takes: all transitions, and the observations that touch the devices."""

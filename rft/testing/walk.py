@@ -10,7 +10,7 @@ The walk holds, after every call:
 - Sampled log-probs are those of the weights that their version names, and old log-probs are those of the batch and version that
   they name.
 - A failure before the first write leaves the state living. One in an engine's effect poisons the engine alone, and `recover` leads
-  on from the state last held; any other poisons the runtime.
+  on from the state last held; any other poisons the runtime, and `restore` leads on from any state that ever lived.
 
 Use it for steps of your own:
 
@@ -28,8 +28,10 @@ import contextlib
 import copy
 import dataclasses as dc
 import pickle
+import tempfile
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -91,7 +93,8 @@ class RuntimeWalk(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._launches = contextlib.ExitStack()
+        self._launches, self._rest = contextlib.ExitStack(), contextlib.ExitStack()
+        self.folder = Path(self._rest.enter_context(tempfile.TemporaryDirectory()))
         self._states = list[tuple[State, object]]()
         self._rollouts = [_foreign_rollouts()]
         self._living: State
@@ -120,7 +123,7 @@ class RuntimeWalk(RuleBasedStateMachine):
         """Several of them, of those that lead on, so that the walk gets far."""
         for number, pick in choices:
             named = legal(self._living)
-            leading_on = [c for c in self.calls if c.edge.name in named and c.edge.kind != "recovery"]
+            leading_on = [c for c in self.calls if c.edge.name in named and c.edge.kind not in ("recovery", "restoration")]
             self._attempt(self._living, leading_on[number % len(leading_on)], pick, None)
             self.what_the_state_says_is_so()
 
@@ -183,6 +186,7 @@ class RuntimeWalk(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Leaves all launches; no state that was ever made has been mutated, and none can be pickled."""
         self._launches.close()
+        self._rest.close()
         assert not self._states or _refuses_pickling(self._living)
         for state, snapshot in self._states:
             assert _snapshot(state) == snapshot
@@ -213,7 +217,7 @@ class RuntimeWalk(RuleBasedStateMachine):
             result = call.step(state, *arguments[0], **arguments[1])
         except (RftError, InjectedFault) as error:
             self.tally[call.edge.name, type(error).__name__] += 1
-            self._failed(error, expected, before)
+            self._failed(call, error, expected, before)
         else:
             assert not expected, f"{call.edge.name} was taken, and should have raised one of {expected}"
             assert not faults.fired(), f"{call.edge.name} hid a failure"
@@ -226,6 +230,8 @@ class RuntimeWalk(RuleBasedStateMachine):
         """Which errors the call must raise; without arguments, those that the ledger alone decides on."""
         if state.devices is not self._living.devices:
             return {RuntimeClosed}
+        if call.edge.kind == "restoration" and self._once_lived(state):
+            return call.refusals(self._living, arguments) if arguments else set()
         if state is not self._living and not (arguments and call.edge.kind == "recovery" and self._led_here(state)):
             return {ConsumedState}
         if self._poison == "runtime":
@@ -238,17 +244,21 @@ class RuntimeWalk(RuleBasedStateMachine):
 
     def _led_here(self, state: State) -> bool:
         """Whether `recover` takes `state` for the living one: a spent one, while the engine is poisoned, if the result's type is true."""
-        once_lived = any(state is known for known, _ in self._states)
-        return self._poison == "engine" and once_lived and joint_of(state)[2:] == joint_of(self._living)[2:]
+        return self._poison == "engine" and self._once_lived(state) and joint_of(state)[2:] == joint_of(self._living)[2:]
 
-    def _failed(self, error: Exception, expected: set[type[RftError]], before: object) -> None:
+    def _once_lived(self, state: State) -> bool:
+        return any(state is known for known, _ in self._states)
+
+    def _failed(self, call: Call, error: Exception, expected: set[type[RftError]], before: object) -> None:
         faults = scripted_devices(self._living).faults
         if type(error) in expected:
             assert scripted_snapshot(self._living) == before, "a refused step changed a device"
             return
         assert faults.fired(), f"an unexpected {error!r}; expected {expected or 'none'}"
         written = next((hit for hit in faults.hits if hit.writes), None)
-        if written is None:
+        if call.edge.kind == "restoration" and isinstance(error, RuntimePoisoned):
+            self._poison = "runtime"
+        elif written is None:
             assert type(error) is InjectedFault
             assert scripted_snapshot(self._living) == before, "a failure before the first write changed a device"
         elif written.owner == "engine":
@@ -268,10 +278,11 @@ class RuntimeWalk(RuleBasedStateMachine):
         follower = result[0] if isinstance(result, tuple) else result
         assert isinstance(follower, RuntimeState)
         assert joint_of(follower) == call.edge.apply(joint_of(self._living)), "the axes are not those of the annotation"
-        assert follower.generation == self._living.generation + 1
+        newer = follower.generation - self._living.generation
+        assert newer > 0 if call.edge.kind == "restoration" else newer == 1
         if isinstance(follower.old, OldLogProbs):
             self._check_count(call, self._living, follower.old)
-        if call.edge.kind == "recovery":
+        if call.edge.kind in ("recovery", "restoration"):
             self._poison = None
         self._remember(follower)
 

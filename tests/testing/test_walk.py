@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import rft
 import rft.steps
-from rft.effects import placement, rollout, scoring, sync, training
+from rft.effects import checkpoint, placement, rollout, scoring, sync, training
 from rft.ledger import TABLE
 from rft.testing import LIBRARY, Call, scripted_launch, walk
 
@@ -136,6 +136,7 @@ STEPS: dict[str, tuple[tuple[str, str], ...]] = {
     "recover does nothing": (("placement.recover(state)", "Asleep()"),),
     "offload_actor does nothing": (("placement.offload_actor(state)", "Offloaded()"),),
     "offload forgets the placement": (("roles=placement.offload(state, role)", "roles=(placement.offload(state, role), state.roles)[1]"),),
+    "restore gives the version of the state that it was given": (("back.actor, back.version,", "back.actor, state.version,"),),
     "generate_stale forgets the lag": (("    rollout.check_lag(state, max_lag)\n", ""),),
     "finish_batch steps twice": (
         ("then(state, state.engine, state.weights, state.actor, NoOld())",
@@ -168,6 +169,14 @@ EFFECTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "OldLogProbs(version=type(state.version)(0), batches=batches, source=source)",
     ),
     "a first step that may be taken twice": (scoring, 'if old.source == "first_step" and old.steps:', "if False:"),
+    "a restore that installs nothing": (checkpoint, "            of.install({", "            dict({"),
+    "a restore that leaves the engine as it is": (checkpoint, '            runtime.engine.sleep("release")\n', "            pass\n"),
+    "a restore that leaves roles where they are": (checkpoint, "        _to_places(state, runtime)\n", ""),
+    "a restore whose failure poisons nothing": (
+        checkpoint,
+        'with runtime.ledger.irreversible("runtime"), runtime.lockstep.agreement():',
+        "with runtime.lockstep.agreement():",
+    ),
     "a mini-batch of any batch": (scoring, "if batch not in known and batch != DEMONSTRATIONS]", "if False]"),
 }
 # fmt: on

@@ -1,0 +1,182 @@
+"""A job that can stop and go on, started under torchrun by the tests: resume_job.py SCENE MODEL OUT [ARGUMENT].
+
+    stops      an unbroken run in OUT/whole, then one from each of its checkpoints on; all must be alike
+    killed     a run in OUT/killed that goes on by itself wherever it was, and kills a rank at each of its first KILLS starts
+    carried    goes on from ARGUMENT, and tells what it holds
+
+Every rank leaves what it saw in OUT/<scene>-<rank>.json.
+"""
+
+import contextlib
+import dataclasses as dc
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import rft
+from rft.checkpoint.folder import checkpoints, newest_checkpoint
+from rft.data.prompts import Cursor, Dataset, Share, next_prompts, tokenise
+from rft.effects.runtime import Runtime
+from rft.models import find_model
+from rft.ops import controllers
+from rft.ops.controllers import Coefficient
+from rft.ops.normalisation import RunningMoments, merge, moments
+from rft.steps import restore, save
+from tests.integration.job import QUESTIONS, SAMPLING, learn, length_reward, spec_of
+
+STEPS, PROMPTS = 4, 4
+"""An epoch has two batches of four prompts, over all ranks."""
+KILLS = 3
+CONTROLLER = controllers.adaptive(0.1, target=0.5, horizon=20)
+Seen = dict[str, Any]
+
+
+@dc.dataclass(frozen=True)
+class Progress:
+    """What the loop itself goes on from."""
+
+    step: int = 0
+    cursor: Cursor = dc.field(default_factory=lambda: Cursor(seed=3))
+    coefficient: Coefficient = dc.field(default_factory=CONTROLLER.init)
+    seen: RunningMoments = dc.field(default_factory=RunningMoments)
+    best: float | None = None
+
+
+def one_batch(state: Any, progress: Progress, data: Dataset) -> tuple[Any, Progress, Seen]:
+    """A batch as in `job.py`, with a note of everything that could differ in a run that went on."""
+    share = Share(index=dist.get_rank(), count=dist.get_world_size())
+    prompts, cursor = next_prompts(data, progress.cursor, PROMPTS // share.count, share)
+    state = rft.refresh(state)
+    rollouts = rft.generate(state, prompts, SAMPLING)
+    rewards = rft.rewards(state, rollouts, length_reward)
+    notes = list[dict[str, Any]]()
+    state = learn(rft.sleep(state), rollouts, notes)
+    (everywhere,) = rft.all_rows(state, rewards.values)
+    after = Progress(
+        step=progress.step + 1,
+        cursor=cursor,
+        coefficient=CONTROLLER.update(progress.coefficient, everywhere.abs().mean(), len(everywhere)),
+        seen=merge(progress.seen, moments(everywhere)),
+        best=max(float(everywhere.max()), progress.best or 0.0),
+    )
+    chance = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+    seen: Seen = {"step": progress.step, "version": state.version, "epoch": prompts.epoch, "tokens": rollouts.tokens.tolist()}
+    seen |= {"chance": chance, "metrics": notes[0]["metrics"], "run": repr(after)}
+    return state, after, seen
+
+
+def run(state: Any, folder: Path, data: Dataset, keep: int, say: Callable[[Seen], None]) -> str:
+    """Goes on from wherever the folder is, to the end; returns a digest of everything trained."""
+    progress = Progress()
+    if newest_checkpoint(folder) is not None:
+        state, progress = restore(state, folder, progress)
+    while progress.step < STEPS:
+        state, progress, seen = one_batch(state, progress, data)
+        say(seen)
+        _ = save(state, folder, progress, keep=keep)
+    return digest(state)
+
+
+def digest(state: Any) -> str:
+    """Of weights, moments and steps, whole: the same at any number of ranks."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(state.devices.trainer.saved().items()):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        found.update(name.encode() + whole.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def stops(model: str, out: Path) -> None:
+    """After each batch a copy of the checkpoint is a run that was stopped there."""
+    data = tokenise(QUESTIONS, find_model(model).tokenizer, max_tokens=64)
+    told: dict[str, Any] = {}
+    for start in range(STEPS):
+        folder, seen = out / ("whole" if not start else f"from-{start}"), list[Seen]()
+        if start and int(os.environ["RANK"]) == 0:
+            folder.mkdir()
+            stopped = next(c.path for c in checkpoints(out / "whole") if c.number == start)
+            _ = shutil.copytree(stopped, folder / stopped.name)
+        for scrambled in (random.seed, np.random.seed, torch.manual_seed):
+            _ = scrambled(start + 77)
+        with rft.launch(spec_of(model, "transformers")) as state:
+            _ = rft.average(state, {})  # nobody looks into the folder before it is there
+            told[str(start)] = {"digest": run(state, folder, data, STEPS, seen.append), "seen": seen}
+    tell(out, "stops", told)
+
+
+def killed(model: str, out: Path) -> None:
+    """Each start of the job kills one of its ranks at some moment, but for those after the first KILLS."""
+    start, kills = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ.get("KILLS", KILLS))
+    data = tokenise(QUESTIONS, find_model(model).tokenizer, max_tokens=64)
+    log = (out / f"killed-{os.environ['RANK']}.jsonl").open("a")
+
+    def say(seen: Seen) -> None:
+        print(json.dumps(seen), file=log, flush=True)
+
+    with rft.launch(spec_of(model, "transformers")) as state:
+        with killing(start, out) if start < kills else contextlib.nullcontext():
+            found = run(state, out / "killed", data, 2, say)
+    tell(out, "killed", {"digest": found, "starts": start + 1, "left": sorted(path.name for path in (out / "killed").iterdir())})
+
+
+@contextlib.contextmanager
+def killing(start: int, out: Path) -> Generator[None]:
+    """Ends this rank, if it is its turn, at a moment that is drawn: in a step of the loop, or while a checkpoint is written."""
+    seed = f"{os.environ.get('SEED', '0')}/{start}"
+    draw = random.Random(seed)
+    rank, while_saving, place, delay = draw.randrange(2), draw.random() < 0.6, draw.randrange(40), draw.uniform(0, 0.03)
+    if int(os.environ["RANK"]) != rank:
+        yield
+        return
+    passed = 0
+
+    def passing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            nonlocal passed
+            passed += 1
+            if passed == place + 1:
+                print(f"start {start}: rank {rank} is killed {1000 * delay:.0f} ms after {function.__name__}, at its {passed}.", flush=True)
+                threading.Thread(target=lambda: (time.sleep(delay), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
+                time.sleep(0.001)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    if while_saving:
+        os.fsync, os.rename, os.rmdir = passing(os.fsync), passing(os.rename), passing(os.rmdir)
+    else:
+        Runtime.enter = passing(Runtime.enter)
+    yield
+
+
+def carried(model: str, out: Path, folder: str) -> None:
+    """What another number of ranks has saved, as this one reads it, and after one more batch."""
+    data = tokenise(QUESTIONS, find_model(model).tokenizer, max_tokens=64)
+    with rft.launch(spec_of(model, "transformers")) as state:
+        state, progress = restore(state, Path(folder), Progress())
+        before = digest(state)
+        state, progress, seen = one_batch(state, progress, data)
+        _ = save(state, out / "carried", progress)
+        tell(out, "carried", {"before": before, "after": digest(state), "seen": seen})
+
+
+def tell(out: Path, scene: str, told: object) -> None:
+    _ = (out / f"{scene}-{os.environ['RANK']}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    {"stops": stops, "killed": killed, "carried": carried}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])
