@@ -50,7 +50,7 @@ def actor(root: Scorer, lora: LoRA, dtype: str, folder: ModelFolder, through: Pa
     adapter.put_into(root.model, names, lora, made)
     for parameter in root.model.parameters():
         if not parameter.requires_grad:
-            parameter.data = parameter.data.to(getattr(torch, dtype))
+            parameter.data = parameter.data.to(getattr(torch, dtype), copy=True)  # a mapped file cannot be moved to the host and back
     return LoRAActor(shard(Adapted(root.model, root.layout)), through, folder, lora, base)
 
 
