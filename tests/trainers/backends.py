@@ -7,18 +7,32 @@ from torch import Tensor
 
 from rft.spec import DeepSpeedTrainer, FSDP2Trainer, Training
 
-FSDP2 = ("fsdp2", "fsdp2, offloaded")
-HYBRID = ("fsdp2, shards=1", "fsdp2, shards=2")
-ZERO = ("zero 1", "zero 2", "zero 3", "zero 2, offloaded", "zero 3, offloaded")
+LAUNCHES_OF_FSDP2 = (
+    (1, ("fsdp2",), "quick"),
+    (2, ("fsdp2", "fsdp2, offloaded", "fsdp2, shards=1"), "quick"),
+    (1, ("fsdp2, offloaded",), "slow"),
+    (3, ("fsdp2",), "slow"),
+    (4, ("fsdp2, shards=2",), "slow"),
+)
+LAUNCHES_OF_ZERO = (
+    (2, ("zero 1", "zero 2", "zero 3", "zero 2, offloaded"), "quick"),
+    (2, ("zero 3, offloaded",), "slow"),
+    (1, ("zero 1", "zero 2", "zero 3", "zero 2, offloaded", "zero 3, offloaded"), "slow"),
+)
+"""What runs together on how many ranks."""
 
 
 def specification(backend: str, options: dict[str, Any]) -> Training:
     """The specification of a backend; `keep_gathered` is FSDP2's alone."""
     if backend.startswith("fsdp2"):
-        shards = int(backend.partition("shards=")[2] or 0) or None
-        return FSDP2Trainer(shards=shards, offload="offloaded" in backend, **options)
+        return FSDP2Trainer(shards=shards(backend), offload="offloaded" in backend, **options)
     stage: Any = int(backend.split()[1].strip(","))
     return DeepSpeedTrainer(stage=stage, offload_optimizer="offloaded" in backend, **options)
+
+
+def shards(backend: str) -> int | None:
+    """Ranks that hold a model between them; None: all."""
+    return int(backend.partition("shards=")[2] or 0) or None
 
 
 def gradient(trainer: Any) -> dict[str, Tensor]:

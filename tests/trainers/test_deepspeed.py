@@ -4,14 +4,12 @@ from typing import Any
 
 import pytest
 
-from tests.trainers.backends import ZERO
+from tests.trainers.backends import LAUNCHES_OF_ZERO
 from tests.trainers.contract import *  # noqa: F403
-from tests.trainers.contract import results
-
-CASES = [pytest.param((ranks, backend), id=f"{backend}, {ranks} ranks") for ranks in (1, 2) for backend in ZERO]
+from tests.trainers.contract import cases, results
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=cases(LAUNCHES_OF_ZERO))
 def seen(request: pytest.FixtureRequest, launched: Any) -> list[dict[str, Any]]:
-    ranks, backend = request.param
-    return results(launched(ranks, ZERO) / backend, ranks)
+    ranks, together, backend = request.param
+    return results(launched(ranks, together) / backend, ranks)
