@@ -1,0 +1,106 @@
+"""The command, its table, and what it says of a file that is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from rft import cli
+from rft.errors import BadInput
+from rft.memory.config import read_setting
+from rft.spec import DeepSpeedTrainer, FSDP2Trainer, SharedCritic, VLLMEngine
+from tests.launching import ROOT
+from tests.memory.models import folder
+
+GOOD = """
+device_gib = 1.0
+prompts = 2
+longest_prompt = 32
+longest_response = 32
+
+[launch]
+model = "MODEL"
+
+[launch.engine]
+kind = "vllm"
+cache_bytes = 1048576
+
+[launch.trainer]
+kind = "fsdp2"
+betas = [0.9, 0.95]
+
+[launch.reward_models.judge]
+model = "MODEL"
+"""
+
+
+@pytest.fixture
+def written(tmp_path: Path):
+    model = folder(tmp_path / "model")
+
+    def write(text: str) -> Path:
+        path = tmp_path / "plan.toml"
+        path.write_text(text.replace("MODEL", model))
+        return path
+
+    return write
+
+
+def test_a_plan_is_printed_and_whether_it_fits(written, capsys):
+    assert cli.main(["plan", str(written(GOOD))]) == 0
+    shown = capsys.readouterr().out
+    for word in ("broadcast", "generate", "old log-probs", "rewards", "train", "actor weights", "cache", "kept by the allocator", "in all"):
+        assert word in shown
+    assert "reward model judge weights" in shown
+    assert "it fits, with 0." in shown
+    assert cli.main(["plan", str(written(GOOD.replace("device_gib = 1.0", "device_gib = 0.5\nhost_gib = 0.0001")))]) == 1
+    shown = capsys.readouterr().out
+    assert "GiB are missing" in shown
+    assert "pinned on the host, in GiB: judge 0.00; the host has 0.00: 0.00 are missing" in shown
+
+
+def test_the_same_file_says_it_with_other_kinds(written):
+    text = GOOD.replace('kind = "fsdp2"', 'kind = "deepspeed"\nstage = 2').replace('kind = "vllm"\ncache_bytes = 1048576', 'kind = "none"')
+    made = read_setting(written(text + '\n[launch.critic]\nkind = "shared"\nlr = 1e-3'))
+    assert made.launch.engine is None
+    assert made.launch.trainer == DeepSpeedTrainer(stage=2, betas=(0.9, 0.95))
+    assert made.launch.critic == SharedCritic(lr=1e-3)
+    own = read_setting(written(GOOD + '\n[launch.critic]\nkind = "own"\n[launch.critic.trainer]\nkind = "fsdp2"\nlr = 1e-5'))
+    assert own.launch.critic.trainer == FSDP2Trainer(lr=1e-5)
+    assert own.launch.engine == VLLMEngine(cache_bytes=1 << 20)
+
+
+WRONG = [
+    (("prompts = 2", ""), "prompts: missing (Setting needs it)"),
+    (("betas", "beta"), "launch.trainer.beta: there is no such key; there are betas, dtype, eps, "),
+    (("prompts = 2", "prompt = 2"), "prompt: there is no such key; there are device_gib, host_gib, launch, longest_prompt"),
+    (('"vllm"', '"vlm"'), "launch.engine: kind is 'vlm'; write one of 'vllm', 'transformers', 'none'"),
+    (('kind = "fsdp2"', ""), "launch.trainer: kind is missing; write one of 'fsdp2', 'deepspeed'"),
+    (('kind = "fsdp2"', 'kind = "fsdp2"\ndtype = "int8"'), "launch.trainer.dtype: input should be 'bfloat16' or 'float32', got 'int8'"),
+    (("prompts = 2", "prompts = 0"), "Setting.prompts must be at least 1"),
+    (
+        ("[launch.reward_models.judge]\nmodel", "[launch.reward_models.judge]\nname"),
+        "launch.reward_models.judge.name: there is no such key",
+    ),
+    (("prompts = 2", "prompts = "), "cannot be read as TOML"),
+    (('model = "MODEL"\n\n[launch.engine]', 'model = "MODEL/none"\n\n[launch.engine]'), "neither a folder with a config.json nor"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), WRONG)
+def test_what_is_wrong_is_said_by_name(written, capsys, change, said):
+    text = GOOD.replace(*change)
+    assert text != GOOD
+    assert cli.main(["plan", str(written(text))]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+
+
+def test_the_owner_of_a_key_is_named(written):
+    with pytest.raises(BadInput, match=r"launch\.trainer\.keepgathered: there is no such key; there are .*keep_gathered.*, kind"):
+        _ = read_setting(written(GOOD.replace("betas = [0.9, 0.95]", "keepgathered = true")))
+
+
+def test_the_example_is_read():
+    made = read_setting(ROOT / "examples" / "plan.toml")
+    assert isinstance(made.launch.engine, VLLMEngine)
+    assert made.schedule.offload_optimizer

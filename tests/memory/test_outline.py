@@ -1,0 +1,32 @@
+import pytest
+import torch
+
+from rft.errors import BadInput
+from rft.memory.outline import outline, read_config
+from tests.memory.models import BLOCK, OUTSIDE, PARAMETERS, folder, tiny
+
+
+def test_parameters_are_counted_by_block_tied_ones_once():
+    shape = outline(tiny())
+    assert (shape.blocks, shape.outside, shape.parameters) == ((BLOCK, BLOCK), OUTSIDE, PARAMETERS)
+    assert (shape.largest_block, shape.largest_tensor) == (BLOCK, 320 * 128)
+    assert outline(tiny(tied=False)).parameters == PARAMETERS + 320 * 128
+
+
+def test_a_reward_model_has_one_number_for_its_head_and_a_value_head_a_bias():
+    assert outline(tiny("reward")).parameters == PARAMETERS + 128
+    assert outline(tiny("value")).parameters == PARAMETERS + 128 + 1
+
+
+def test_no_random_number_of_the_process_is_used():
+    before = torch.get_rng_state()
+    outline.cache_clear()
+    _ = outline(tiny())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_only_the_configuration_is_read(tmp_path):
+    assert outline(tiny()) == outline(tiny().__class__(tiny().text, "language", read_config(folder(tmp_path))))
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    with pytest.raises(BadInput, match="is neither a folder with"):
+        _ = read_config(str(tmp_path / "nothing here"))

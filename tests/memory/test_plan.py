@@ -1,0 +1,210 @@
+import dataclasses as dc
+from typing import Any
+
+import pytest
+
+from rft.errors import BadInput
+from rft.memory import Plan, Schedule, Setting, plan
+from rft.memory.activations import Pass, activations
+from rft.memory.plan import CONTEXT, KEPT
+from rft.memory.steps import Work, training
+from rft.spec import (
+    Critic,
+    DeepSpeedTrainer,
+    FSDP2Trainer,
+    LaunchSpec,
+    MovingAverage,
+    Reference,
+    RewardModel,
+    SharedCritic,
+    TransformersEngine,
+    VLLMEngine,
+)
+from tests.memory.models import BLOCK, OUTSIDE, PARAMETERS, folder, tiny
+
+GIB = 1 << 30
+WEIGHTS, MOMENTS = 4 * PARAMETERS, 8 * PARAMETERS
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return folder(tmp_path_factory.mktemp("tiny"))
+
+
+def setting(model: str, *, engine: Any = None, schedule: Schedule | None = None, **options: Any) -> Setting:
+    """Four rows of 32 + 32 tokens; two of them fill a micro-batch."""
+    machine = {name: options.pop(name) for name in ("world_size", "minibatches", "host_gib", "ranks_per_host") if name in options}
+    launch = LaunchSpec(model=model, engine=engine, **{"trainer": FSDP2Trainer(micro_batch_tokens=128), **options})
+    lengths = {"prompts": 2, "samples": 2, "longest_prompt": 32, "longest_response": 32}
+    return Setting(launch=launch, device_gib=1.0, schedule=schedule or Schedule(), **lengths, **machine)
+
+
+def rows(made: Plan, phase: str) -> dict[str, int]:
+    """A phase's rows without the context and what the allocator keeps."""
+    found = next(each for each in made.phases if each.name == phase)
+    return {name: size for name, size in found.rows.items() if name not in ("context", "kept by the allocator")}
+
+
+def test_a_step_on_one_rank_is_as_summed_up_by_hand(model: str):
+    made = plan(setting(model))
+    lives = activations(tiny(), Pass(tokens=128, wanted=128, longest=64, dtype="bfloat16"))
+    assert [phase.name for phase in made.phases] == ["old log-probs", "train"]
+    assert rows(made, "old log-probs") == {
+        "actor weights": 1_348_096,
+        "optimizer": 2_696_192,
+        "gathered weights": 674_048,
+        "activations": lives.scoring,
+        "experience": 128 * 128,
+    }
+    # The gradient of the first micro-batch in fp32, whole; a block of it again as it is reduced, and what that gives on one rank.
+    assert rows(made, "train") == {
+        "actor weights": 1_348_096,
+        "optimizer": 2_696_192,
+        "gathered weights": 674_048,
+        "gradients": 1_348_096 + 2 * 4 * 147_968,
+        "activations": lives.training,
+        "experience": 128 * 128,
+    }
+    passing = 674_048 + 1_348_096 + 2 * 4 * 147_968 + lives.training + 128 * 128
+    assert made.peak.total == CONTEXT + WEIGHTS + MOMENTS + passing + int(KEPT * passing)
+    assert made.peaks() == {phase.name: phase.total for phase in made.phases}
+
+
+def test_one_micro_batch_has_no_earlier_gradient(model: str):
+    alone = plan(setting(model, trainer=FSDP2Trainer(), minibatches=1))
+    assert rows(alone, "train")["gradients"] == 2 * 4 * BLOCK
+    halves = plan(setting(model, minibatches=2))
+    assert rows(halves, "train")["gradients"] == 2 * 4 * BLOCK
+
+
+def test_resharded_blocks_leave_one_gathered_and_the_gradient_in_shards(model: str):
+    thrifty = FSDP2Trainer(micro_batch_tokens=128, keep_gathered=False)
+    one, two = plan(setting(model, trainer=thrifty)), plan(setting(model, trainer=thrifty, world_size=2))
+    assert rows(one, "train")["gathered weights"] == 2 * (BLOCK + OUTSIDE)
+    assert rows(two, "train")["gathered weights"] == 2 * (3 * BLOCK + OUTSIDE)
+    assert rows(two, "train")["gradients"] == 4 * PARAMETERS // 2 + 4 * BLOCK + 2 * BLOCK
+    assert rows(two, "train")["actor weights"] == WEIGHTS // 2
+
+
+@pytest.mark.parametrize(("keep", "computed"), [(True, 4 * OUTSIDE), (False, 0)])
+def test_a_step_ends_with_the_reduction_of_what_is_outside_of_the_blocks(keep: bool, computed: int):
+    work = Work(tokens=256, wanted=128, longest=64)
+    _, end = training(tiny(), FSDP2Trainer(micro_batch_tokens=128, keep_gathered=keep), work, 2)
+    assert end["gathered weights"] == 2 * OUTSIDE
+    settled = (4 * PARAMETERS - 4 * OUTSIDE) // 2 if keep else 4 * PARAMETERS // 2
+    assert end["gradients"] == settled + max(2 * OUTSIDE + computed + 4 * OUTSIDE, 4 * OUTSIDE + 2 * OUTSIDE)
+
+
+def test_the_engine_is_there_in_its_phases_alone(model: str):
+    engine = VLLMEngine(cache_bytes=1 << 20, max_rows=4)
+    made = plan(setting(model, engine=engine))
+    assert [phase.name for phase in made.phases] == ["broadcast", "generate", "old log-probs", "train"]
+    assert rows(made, "generate")["cache"] == 1 << 20
+    assert rows(made, "broadcast")["engine weights"] == rows(made, "generate")["engine weights"] == 2 * PARAMETERS
+    assert "cache" not in rows(made, "broadcast")
+    assert "engine weights" not in rows(made, "train")
+    assert rows(made, "train")["CUDA graphs"] == rows(made, "generate")["CUDA graphs"] > 0
+    assert "CUDA graphs" not in rows(plan(setting(model, engine=VLLMEngine(eager=True))), "train")
+    two = plan(setting(model, engine=engine, world_size=2))
+    assert rows(two, "broadcast")["sync bucket"] == 4 * PARAMETERS  # all of it, being less than a bucket and the largest tensor
+    assert "sync bucket" not in rows(made, "broadcast")
+
+
+def test_the_embedded_engine_has_its_cache_while_it_generates(model: str):
+    made = plan(setting(model, engine=TransformersEngine(max_rows=3)))
+    assert rows(made, "generate")["cache"] == 2 * 2 * 3 * 64 * 64 * 2  # layers, keys and values, rows, tokens, width, bf16
+    kept = plan(setting(model, engine=TransformersEngine(), schedule=Schedule(keep_engine_weights=True)))
+    assert rows(kept, "train")["engine weights"] == 2 * PARAMETERS
+    assert kept.host == {}
+
+
+def test_the_schedule_moves_what_a_phase_does_not_need(model: str):
+    away = Schedule(offload_actor=True, offload_optimizer=True, keep_engine_weights=True)
+    made = plan(setting(model, engine=VLLMEngine(), schedule=away, reference=Reference(), ranks_per_host=4))
+    there = {phase.name: {name for name in ("actor weights", "optimizer") if name in phase.rows} for phase in made.phases}
+    assert there == {
+        "broadcast": {"actor weights"},
+        "generate": set(),
+        "old log-probs": {"actor weights"},
+        "reference": set(),
+        "train": {"actor weights", "optimizer"},
+    }
+    assert made.host == {
+        "actor weights": WEIGHTS,
+        "optimizer": MOMENTS,
+        "engine weights": 2 * PARAMETERS,
+        "reference": 2 * PARAMETERS,
+    }
+    assert made.pinned == 4 * sum(made.host.values())
+
+
+def test_roles_are_there_in_their_own_phase_unless_they_stay(model: str):
+    made = plan(setting(model, reference=Reference(dtype="float32"), ema=MovingAverage(where="device"), critic=Critic()))
+    assert [phase.name for phase in made.phases] == ["old log-probs", "reference", "critic", "train", "ema"]
+    assert rows(made, "reference")["reference weights"] == WEIGHTS
+    assert rows(made, "reference")["gathered weights"] == 4 * (BLOCK + OUTSIDE)
+    assert "reference weights" not in rows(made, "train")
+    assert {rows(made, phase.name)["ema weights"] for phase in made.phases} == {WEIGHTS}
+    assert rows(made, "critic")["critic weights"] == WEIGHTS + 4 * 129
+    assert rows(made, "critic")["critic optimizer"] == 2 * (WEIGHTS + 4 * 129)
+    assert made.host == {"reference": WEIGHTS, "critic": 3 * (WEIGHTS + 4 * 129)}
+
+
+def test_a_head_on_the_actors_states_needs_the_actor(model: str):
+    made = plan(setting(model, critic=SharedCritic(), schedule=Schedule(offload_actor=True)))
+    assert rows(made, "critic")["critic weights"] == 4 * 129
+    assert rows(made, "critic")["actor weights"] == WEIGHTS
+
+
+def test_as_many_reward_models_are_there_as_may_be(model: str, tmp_path: Any):
+    models = {
+        "small": RewardModel(model=folder(tmp_path / "small", layers=1)),
+        "large": RewardModel(model=folder(tmp_path / "large", layers=3)),
+        "other": RewardModel(model=model),
+    }
+    one, two = (plan(setting(model, reward_models=models, reward_models_on_device=count)) for count in (1, 2))
+    sizes = {f"reward model {name} weights": 2 * (layers * BLOCK + OUTSIDE + 128) for name, layers in (("large", 3), ("other", 2))}
+    assert {k: v for k, v in rows(one, "rewards").items() if "reward" in k} == dict([next(iter(sizes.items()))])
+    assert {k: v for k, v in rows(two, "rewards").items() if "reward" in k} == sizes
+    assert set(one.host) == {"small", "large", "other"}
+
+
+def test_zero_and_offloaded_masters(model: str):
+    made = plan(setting(model, trainer=DeepSpeedTrainer(stage=3, offload_optimizer=True), world_size=2))
+    assert rows(made, "train")["actor weights"] == PARAMETERS
+    assert "optimizer" not in rows(made, "train")
+    assert made.host == {"actor (its backend)": 8 * PARAMETERS}
+    for stage in (1, 2):
+        assert plan(setting(model, trainer=DeepSpeedTrainer(stage=stage), world_size=2)).peak.name == "train"
+
+
+def test_what_fits_is_compared_with_card_limit_and_host(model: str):
+    made = plan(setting(model))
+    assert made.fits
+    assert made.device_bytes == GIB
+    tight = setting(model, device_bytes=made.peak.total)
+    assert plan(tight).fits
+    assert not plan(dc.replace(tight, launch=dc.replace(tight.launch, device_bytes=made.peak.total - 1))).fits
+    assert not plan(setting(model, schedule=Schedule(offload_optimizer=True), host_gib=0.001)).fits
+
+
+def test_a_setting_is_checked(model: str):
+    good = setting(model)
+    for wrong, said in [
+        ({"prompts": 0}, "prompts must be at least 1"),
+        ({"device_gib": 0.0}, "above 0"),
+        ({"minibatches": 5}, "cannot be cut into 5"),
+        ({"launch": dc.replace(good.launch, tensor_parallel=2)}, "tensor_parallel=2 does not divide world_size=1"),
+    ]:
+        with pytest.raises(BadInput, match=said):
+            _ = dc.replace(good, **wrong)
+
+
+def test_an_engine_or_trainer_of_ones_own_cannot_be_planned(model: str):
+    class Own:
+        def build(self, model: Any, world: Any) -> Any: ...
+
+    with pytest.raises(BadInput, match="not for Own"):
+        _ = plan(setting(model, engine=Own()))
+    with pytest.raises(BadInput, match="not for Own"):
+        _ = plan(setting(model, trainer=Own()))
