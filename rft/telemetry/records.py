@@ -9,18 +9,22 @@ from typing import Any
 
 from rft.errors import BadInput
 
-RUN, METRICS, PHASES, SAMPLES = "run.json", "metrics.jsonl", "phases.jsonl", "samples.jsonl"
+RUN, METRICS, PHASES, SAMPLES, PLAN = "run.json", "metrics.jsonl", "phases.jsonl", "samples.jsonl", "plan.json"
 """The files of a run folder, beside `tensorboard/` and `report.html`."""
 
 
 @dc.dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One stretch of a step, in seconds since the run began."""
+    """One stretch of a step, in seconds since the run began; bytes of the writing rank's device at its fullest, where measured."""
 
     name: str
     start_s: float
     end_s: float
     step: int
+    used_bytes: int | None = None
+    """In use."""
+    kept_bytes: int | None = None
+    """With what PyTorch's allocator kept beside."""
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,12 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise BadInput(f"{folder} is no run folder: it has no {RUN}")
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_plan(folder: Path) -> dict[str, int]:
+    """The planned peak of each phase, in bytes; none where the run has none."""
+    path = folder / PLAN
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:

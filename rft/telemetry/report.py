@@ -13,7 +13,8 @@ from typing import Any
 from rft.errors import RftError
 from rft.telemetry.figures import curve, timeline
 from rft.telemetry.live import clock, label, number
-from rft.telemetry.records import METRICS, PHASES, SAMPLES, Phase, read_lines, read_run
+from rft.telemetry.memory import Compared, Peak, compared
+from rft.telemetry.records import METRICS, PHASES, SAMPLES, Phase, read_lines, read_plan, read_run
 
 TIMELINE_STEPS = 100
 """So many of the last steps are in the timeline: more bars than this are a smear."""
@@ -51,10 +52,12 @@ def _page(folder: Path) -> str:
         shortened=first_step > 0,
         timeline_steps=TIMELINE_STEPS,
         totals=_totals(phases),
+        memory=_memory(read_plan(folder), phases),
         samples=_by_step(samples[-SHOWN_SAMPLES:]),
         left_out=max(len(samples) - SHOWN_SAMPLES, 0),
         plotly=get_plotlyjs(),
         number=number,
+        gib=_gib,
     )
 
 
@@ -85,6 +88,16 @@ def _totals(phases: Sequence[Phase]) -> list[tuple[str, float, float]]:
         seconds[phase.name] = seconds.get(phase.name, 0.0) + phase.end_s - phase.start_s
     whole = sum(seconds.values()) or 1.0
     return sorted(((name, total, total / whole) for name, total in seconds.items()), key=lambda row: -row[1])
+
+
+def _memory(planned: Mapping[str, int], phases: Sequence[Phase]) -> list[Compared]:
+    """Planned and measured peaks."""
+    seen = [(p.name, Peak(p.used_bytes, p.kept_bytes)) for p in phases if p.used_bytes is not None and p.kept_bytes is not None]
+    return compared(planned, seen)
+
+
+def _gib(size: int | None) -> str:
+    return "–" if size is None else f"{size / 2**30:,.2f}"
 
 
 def _by_step(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[Mapping[str, Any]]]]:

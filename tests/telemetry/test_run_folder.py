@@ -12,6 +12,7 @@ from rft.errors import BadInput
 from rft.spec import LaunchSpec
 from rft.telemetry import report
 from rft.telemetry.live import PlainLines
+from rft.telemetry.memory import Peak
 from rft.telemetry.records import ShownSample, flat, read_lines
 from rft.telemetry.run_folder import RunFolder, versions
 
@@ -37,7 +38,7 @@ def a_run(folder, steps=3):
             with run.phase("generate"):
                 pass
             run.begin("train_step")
-            run.end("train_step")
+            run.end("train_step", Peak(used=(3 + step) << 30, kept=(4 + step) << 30) if step else None)
             run.samples(step, [ShownSample(question="1 + 1?", response="<b>2</b>", answer="2", reward=1.0)])
             run.log(step, {"reward": step / steps, "tokens": 64.0, "kl": math.nan})
         run.note(steps, {"accuracy": 0.71})
@@ -60,6 +61,31 @@ def test_phases_belong_to_steps_and_lie_in_order(tmp_path):
     assert [(p["name"], p["step"]) for p in phases] == [(n, s) for s in range(3) for n in ("generate", "train_step")]
     times = [t for p in phases for t in (p["start_s"], p["end_s"])]
     assert times == sorted(times)
+
+
+def test_a_phases_peak_is_written_where_it_was_measured(tmp_path):
+    phases = read_lines(a_run(tmp_path / "run") / "phases.jsonl")
+    assert [p["used_bytes"] for p in phases] == [None, None, None, 4 << 30, None, 5 << 30]
+    assert [p["kept_bytes"] for p in phases] == [None, None, None, 5 << 30, None, 6 << 30]
+
+
+def test_the_report_puts_planned_and_measured_peaks_side_by_side(tmp_path):
+    folder = a_run(tmp_path / "run")
+    assert "Memory of the device" in Page((folder / "report.html").read_text()).text
+    with opened(tmp_path / "planned") as run:
+        run.plan({"generate": 7 << 30, "train": int(5.25 * 2**30)})
+        run.begin("train_step")
+        run.end("train_step", Peak(used=5 << 30, kept=6 << 30))
+    text = "".join(Page((tmp_path / "planned" / "report.html").read_text()).text.split())
+    assert "generate7.00––" in text
+    assert "train5.255.006.00" in text
+
+
+def test_a_report_of_a_run_without_either_says_nothing_of_memory(tmp_path):
+    with opened(tmp_path / "run") as run:
+        run.begin("wake")
+        run.end("wake", None)
+    assert "Memory of the device" not in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_tensorboard_reads_its_files(tmp_path):

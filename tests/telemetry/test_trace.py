@@ -34,8 +34,8 @@ def test_followers_hear_of_every_step_while_they_follow():
         def begin(self, name):
             heard.append(("begin", name))
 
-        def end(self, name):
-            heard.append(("end", name))
+        def end(self, name, peak):
+            heard.append(("end", name, peak))
 
     steps, follower = Trace(), Follower()
     steps.followers.append(follower)
@@ -44,4 +44,4 @@ def test_followers_hear_of_every_step_while_they_follow():
     steps.followers.remove(follower)
     steps.begin("sleep")
     steps.end("sleep")
-    assert heard == [("begin", "wake"), ("end", "wake")]
+    assert heard == [("begin", "wake"), ("end", "wake", None)]  # nothing is measured without CUDA
