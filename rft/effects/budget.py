@@ -1,4 +1,7 @@
-"""What lies on a device, in bytes, and whether more fits: asked before a step maps or moves anything there."""
+"""What lies on a device, in bytes, and whether more fits: asked before a step maps, moves or computes anything there.
+
+What a step computes with is added up by the functions of the memory plan (`rft.memory`), so that both say the same.
+"""
 
 import os
 from collections.abc import Mapping
@@ -8,10 +11,13 @@ import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from rft.effects.runtime import Runtime, runtime_of
 from rft.errors import DoesNotFit
-from rft.state import Awake, OnDevice, RuntimeState
+from rft.memory import needs
+from rft.memory.steps import streamed
+from rft.state import CRITIC, EMA, REFERENCE, Awake, OnDevice, Role, RuntimeState, reward_model
 
 MIB = 1 << 20
 
@@ -29,15 +35,19 @@ def on_device(state: RuntimeState[Any, Any, Any, Any]) -> dict[str, int]:
 
 
 def sync_bucket(runtime: Runtime) -> int:
-    """Bytes of the largest tensor of the weight stream as it is gathered: what a broadcast needs beside both copies."""
-    return max((_bytes(spec.shape, spec.dtype) for spec in runtime.trainer.manifest()), default=0)
+    """Bytes of the largest tensor of the weight stream, as it may be on the way alone; where tensors are gathered, those of a bucket."""
+    sizes = [_bytes(spec.shape, spec.dtype) for spec in runtime.trainer.manifest()]
+    return streamed(max(sizes, default=0), sum(sizes), runtime.world.size)
 
 
 def require_room(call: str, state: RuntimeState[Any, Any, Any, Any], adding: Mapping[str, int]) -> None:
     """Collective: raises `DoesNotFit`, with the sum as a table, where `adding` is more than is free on any rank."""
+    if not adding:
+        return
     runtime = runtime_of(state)
     there = on_device(state)
     free = _free(runtime, sum(there.values()))
+    _give_back(runtime, sum(adding.values()))
     report = None if sum(adding.values()) <= free else _sum(there, adding, free)
     short = [f"rank {rank}:\n{text}" for rank, text in enumerate(runtime.lockstep.gather(report)) if text is not None]
     if short:
@@ -45,6 +55,44 @@ def require_room(call: str, state: RuntimeState[Any, Any, Any, Any], adding: Map
             f"{call}: not enough device memory for {', '.join(adding)}\n" + "\n".join(short) + "\n  offload something first "
             "(offload_actor, offload), or launch with a smaller cache; nothing was moved"
         )
+
+
+def needed_to_score(state: RuntimeState[Any, Any, Any, Any], *masks: Tensor, role: Role | None = None) -> Mapping[str, int]:
+    """What log-probs, values or rewards of rows take beside the model: by `role`, or by the Actor. Each mask `[batch, seq]` goes alone."""
+    runtime = runtime_of(state)
+    launch, ranks, config = runtime.spec, runtime.world.size, runtime.model.config
+    if not masks or not _is_counted(runtime):
+        return {}
+    work = needs.work_of(max(masks, key=lambda mask: int(mask.sum())), runtime.world.device.type)
+    if role is None:
+        return needs.to_score(launch, config, work, ranks)
+    if role == CRITIC:
+        return needs.to_value(launch, config, work, ranks)
+    frozen = {REFERENCE: launch.reference, EMA: launch.ema, **{reward_model(n): spec for n, spec in launch.reward_models.items()}}
+    spec = frozen.get(role)
+    return {} if spec is None or role in runtime.beside.by_actor else needs.to_ask(spec, config, work, ranks)
+
+
+def needed_to_train(state: RuntimeState[Any, Any, Any, Any], mask: Tensor, *, role: Role | None = None) -> Mapping[str, int]:
+    """What an optimizer step takes beside weights and moments: of the Actor, or with `role=CRITIC` of the Critic."""
+    runtime = runtime_of(state)
+    if not _is_counted(runtime):
+        return {}
+    work = needs.work_of(mask, runtime.world.device.type)
+    find = needs.to_train if role is None else needs.to_train_critic
+    return find(runtime.spec, runtime.model.config, work, runtime.world.size)
+
+
+def _is_counted(runtime: Runtime) -> bool:
+    """Whether computing is added up: on a CPU, which pages, only against a limit that was asked for; without a model (scripted), never."""
+    limited = runtime.world.device.type == "cuda" or runtime.spec.device_bytes is not None
+    return limited and runtime.model.config is not None
+
+
+def _give_back(runtime: Runtime, size: int) -> None:
+    """Where the driver has less than `size` free, what the allocator keeps unused goes back to it: an engine takes from there alone."""
+    if runtime.world.device.type == "cuda" and torch.cuda.mem_get_info()[0] < size:
+        torch.cuda.empty_cache()
 
 
 def _free(runtime: Runtime, used: int) -> int:
