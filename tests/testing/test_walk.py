@@ -180,7 +180,7 @@ EFFECTS: dict[str, tuple[types.ModuleType, str, str]] = {
     "a mini-batch of any batch": (scoring, "if batch not in known and batch != DEMONSTRATIONS]", "if False]"),
 }
 # fmt: on
-RARE = ("a wake that asks for no room", "a failed engine that poisons the whole runtime")
+RARE = ("a wake that asks for no room", "a failed engine that poisons the whole runtime", "a restore that leaves roles where they are")
 """Found as surely, and later."""
 
 
