@@ -35,6 +35,8 @@ def find_model(model: str) -> ModelFolder:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise BadInput(f"{folder} has no tokenizer that can be loaded: {error}") from error
+    if not tokenizer("1", add_special_tokens=False)["input_ids"]:
+        raise BadInput(f"{folder} has no tokenizer: what transformers makes up in its place knows no text")
     return ModelFolder(folder, config, tokenizer)
 
 

@@ -48,7 +48,7 @@ class Reference(FrozenSpec):
         """Builds it, sharded, on the device. Collective. Raises `BadInput` for what is no model of the Actor's kind."""
         from rft.trainers.frozen import build
 
-        return build(self, actor if self.model is None else find_model(self.model), world)
+        return build(self, actor, world)
 
 
 @dc.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Hugging Face causal LMs as a trainer takes and gives them: loaded whole, named as their checkpoints are, written as folders."""
+"""Hugging Face models as a trainer takes and gives them: loaded whole, named as their checkpoints are, written as folders."""
 
 import copy
 import os
@@ -16,8 +16,7 @@ from rft.errors import BadInput
 from rft.models import ModelFolder, attention_of
 from rft.parallel.world import World
 
-
-Kind = Literal["CausalLM", "SequenceClassification"]
+Kind = Literal["CausalLM", "SequenceClassification", "TokenClassification"]
 """Of models, as transformers names them."""
 
 
@@ -27,11 +26,13 @@ def load(folder: ModelFolder, *, checkpointing: bool, kind: Kind = "CausalLM") -
     Raises `BadInput` where weights are missing or of another shape (they would be random), and for models whose checkpoints name
     their tensors in another way than the model does.
     """
+    from safetensors import SafetensorError
+
     options: dict[str, Any] = {**_options(folder), "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         with _without_progress_bars():
             model, report = _auto(kind).from_pretrained(folder.path, **options)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BadInput(f"the weights in {folder.path} cannot be loaded: {error}") from error
     lost = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
     if lost:
