@@ -23,13 +23,14 @@ from rft.trainers.critic import ValueModel
 from rft.trainers.deepspeed_state import MOMENTS, Held
 from rft.trainers.gathering import Gathering, Piece, assembled, gathered
 from rft.trainers.inputs import Inputs
+from rft.trainers.loading import on_rank_0, read, sent
 from rft.trainers.passes import passes
 from rft.trainers.protocol import Critic, Part, Trainer
 from rft.trainers.schedule import learning_rate
-from rft.trainers.scorer import scorer
+from rft.trainers.scorer import bare_scorer, scorer
 from rft.trainers.shelf import Shelf
 from rft.trainers.slices import Slices
-from rft.trainers.valuer import valuer
+from rft.trainers.valuer import bare_valuer, valuer
 
 OLDEST = (0, 19, 8)
 """Before it gradients could not be accumulated over a number of micro-batches that changes."""
@@ -40,13 +41,18 @@ KINDS = ("model", *MOMENTS)
 
 
 def build(spec: DeepSpeedTrainer, folder: ModelFolder, world: World) -> Trainer:
-    """Loads the model on every rank's host, and hands it to DeepSpeed. Collective.
+    """Loads the model, and hands it to DeepSpeed. Collective.
 
-    Raises `MissingBackend` where DeepSpeed is missing or too old, and `BadInput` for what cannot work.
+    Rank 0 alone reads it. On the device each rank has all of the weights for a moment, in the dtype of computing: DeepSpeed cuts them
+    there, in stage 3 too. Raises `MissingBackend` where DeepSpeed is missing or too old, and `BadInput` for what cannot work.
     """
     deepspeed = _import()
     _require_device(deepspeed, world)
-    root = scorer(hugging_face.load(folder, checkpointing=spec.gradient_checkpointing))
+    root = on_rank_0(
+        world,
+        lambda: scorer(hugging_face.load(folder, checkpointing=spec.gradient_checkpointing)),
+        lambda layout: bare_scorer(hugging_face.empty(folder, checkpointing=spec.gradient_checkpointing), layout),
+    )
     through = passes(root, world, dtype=spec.dtype, budget=spec.micro_batch_tokens)
     if spec.lora is not None:
         return lora.actor(root, spec.lora, spec.dtype, folder, through, lambda adapted: ZeRO(deepspeed, adapted, spec, world))
@@ -57,7 +63,11 @@ def build_critic(spec: DeepSpeedTrainer, folder: ModelFolder, world: World) -> C
     """The same for a value head on a model of its own."""
     deepspeed = _import()
     _require_device(deepspeed, world)
-    root = valuer(folder, checkpointing=spec.gradient_checkpointing)
+    root = on_rank_0(
+        world,
+        lambda: valuer(folder, checkpointing=spec.gradient_checkpointing),
+        lambda layout: bare_valuer(folder, layout, checkpointing=spec.gradient_checkpointing),
+    )
     through = passes(root, world, dtype=spec.dtype, budget=spec.micro_batch_tokens)
     return ValueModel(ZeRO(deepspeed, root, spec, world), through)
 
@@ -71,6 +81,8 @@ class ZeRO:
         self.root: Any = root
         self._deepspeed, self._spec, self._world = deepspeed, spec, world
         self.managed, self.steps = spec.offload_optimizer, 0
+        whole = read(root, world)
+        _give_memory(self.root, world, getattr(torch, spec.dtype))
         self.parameters: list[Any] = list(self.root.parameters())
         self._engine: Any = _engine(deepspeed, self.root, self.parameters, spec)
         self._optimizer: Any = self._engine.optimizer
@@ -79,6 +91,7 @@ class ZeRO:
         parts = deepspeed_state.parts(self._optimizer, [held.weight for held in self._held.values()], on_host=spec.offload_optimizer)
         self.shelves: dict[Part, Shelf] = {part: Shelf(tensors) for part, tensors in parts.items()}
         self._slices, self._among = Slices(world, world.size), Gathering(group=None, size=world.size, device=world.device)
+        self._hand_out(whole)
 
     # ---- computing ----
 
@@ -185,6 +198,14 @@ class ZeRO:
         pieces = [Piece(name=n, shape=held.shape, bounds=held.bounds, own=self._here(own)) for n, held, own in parts]
         yield from assembled(pieces, self._among)
 
+    def _hand_out(self, whole: Mapping[str, Tensor]) -> None:
+        """Each rank keeps its part of what rank 0 has, in fp32: DeepSpeed makes masters of what computes, rounded as that is."""
+        for _, tensor, full in sent(self.root, whole, self._world, torch.float32):
+            if id(tensor) in self._held:
+                self._write(self._held[id(tensor)], "model", full)
+            else:
+                _ = tensor.copy_(full)
+
     def _write(self, held: Held, kind: str, whole: Tensor) -> None:
         """This rank's part of a whole tensor; what computes follows its master."""
         first, end = held.bounds[self._world.rank]
@@ -198,6 +219,13 @@ class ZeRO:
 
 def _key(kind: str, name: str) -> str:
     return f"model.{name}" if kind == "model" else f"optimizer.{kind}.{name}"
+
+
+def _give_memory(root: Any, world: World, dtype: torch.dtype) -> None:
+    """To parameters that have none yet, as the same objects: a tied one stays tied."""
+    for parameter in (p for p in root.parameters() if p.is_meta):
+        there = torch.empty_like(parameter, dtype=dtype, device=world.device)
+        torch.utils.swap_tensors(parameter, torch.nn.Parameter(there, requires_grad=parameter.requires_grad))
 
 
 def _engine(deepspeed: Any, root: Any, parameters: list[Any], spec: DeepSpeedTrainer) -> Any:

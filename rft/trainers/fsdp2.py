@@ -24,11 +24,12 @@ from rft.trainers.actor import Actor
 from rft.trainers.adamw import MOMENTS, adamw
 from rft.trainers.backend import Root, Wanted, every
 from rft.trainers.critic import ValueModel
+from rft.trainers.loading import on_rank_0
 from rft.trainers.passes import passes
 from rft.trainers.protocol import Critic, Part, Trainer
 from rft.trainers.schedule import learning_rate
 from rft.trainers.scorer import bare_scorer, scorer
-from rft.trainers.sharded import Sharded, local, on_rank_0
+from rft.trainers.sharded import Sharded, local
 from rft.trainers.shelf import Shelf
 from rft.trainers.valuer import bare_valuer, valuer
 

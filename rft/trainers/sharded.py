@@ -3,26 +3,22 @@
 The whole of a model is read by rank 0 alone; the others begin with parameters without memory, and are sent their slices.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from rft.errors import BadInput
-from rft.parallel.batches import Layout
 from rft.parallel.world import World
 from rft.trainers import hugging_face
 from rft.trainers.backend import Root, Wanted, every
 from rft.trainers.gathering import Gathering, gathered
 from rft.trainers.gloo import GlooReduceScatter
 from rft.trainers.inputs import Inputs
+from rft.trainers.loading import read, sent
 from rft.trainers.shelf import Shelf
 from rft.trainers.slices import Slices, mesh
-
-R = TypeVar("R", bound=Root)
 
 
 class Sharded:
@@ -34,7 +30,7 @@ class Sharded:
         self.root: Any = root
         self._world, self._count, self._on_host = world, shards or world.size, on_host
         self._mesh, self.slices = mesh(world.device.type, world, self._count), Slices(world, self._count)
-        whole = root.named() if world.rank == 0 and world.size > 1 else {}
+        whole = read(root, world)
         self._shard(dtype, keep_gathered)
         self.modules = [module for module in self.root.modules() if isinstance(module, FSDPModule)]
         self.parameters: list[Any] = list(self.root.parameters())
@@ -120,40 +116,17 @@ class Sharded:
             module.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
 
     def _hand_out(self, whole: Mapping[str, Tensor]) -> None:
-        """Rank 0's tensors, one at a time; each rank keeps its slice."""
+        """Each rank keeps its slice of what rank 0 has."""
         if self._world.size == 1:
             return
         ours = set(map(id, self.parameters))
-        for name, tensor in self.root.named().items():
-            sent = whole[name].to(self._world.device) if whole else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
-            _ = dist.broadcast(sent, src=0)
+        for _, tensor, full in sent(self.root, whole, self._world):
+            here: Any = tensor.detach()
             if not whole:
-                here: Any = tensor.detach()
-                _ = here.to_local().copy_(self.slices.mine(sent)) if id(tensor) in ours else here.copy_(sent)
+                _ = here.to_local().copy_(self.slices.mine(full)) if id(tensor) in ours else here.copy_(full)
 
 
 def local(tensors: list[Any]) -> list[Tensor]:
     """This rank's slices. (An engine may read them in inference mode, where a DTensor cannot be taken apart.)"""
     with torch.inference_mode(False):
         return [tensor.detach().to_local() for tensor in tensors]
-
-
-def on_rank_0(world: World, whole: Callable[[], R], like: Callable[[Layout], R]) -> R:
-    """The root as rank 0 makes it; on the others `like`, in the same layout, without memory for weights. Collective.
-
-    What goes wrong on rank 0 is raised on all, as `BadInput`.
-    """
-    made, failure = None, None
-    if world.rank == 0:
-        try:
-            made = whole()
-        except Exception as error:  # noqa: BLE001 (it is raised again below, on all ranks: the others wait for this one)
-            failure = error
-    what = None if failure is None else str(failure) if isinstance(failure, BadInput) else f"{type(failure).__name__}: {failure}"
-    told: list[tuple[str | None, Layout]] = [(what, made.layout if made else "padded")]
-    if world.size > 1:
-        dist.broadcast_object_list(told, src=0, group=world.host)
-    problem, layout = told[0]
-    if problem is not None:
-        raise BadInput(problem) from failure
-    return made or like(layout)

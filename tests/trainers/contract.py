@@ -145,9 +145,10 @@ def test_bfloat16_stays_near(seen: list[dict[str, Any]], plain: dict[str, Any]) 
     assert result["metrics"]["loss"] == pytest.approx(loss, abs=0.05)
 
 
-def test_bfloat16_computes_in_bfloat16_with_float32_masters(seen: list[dict[str, Any]]) -> None:
+def test_bfloat16_computes_in_bfloat16_with_float32_masters(seen: list[dict[str, Any]], models: Path) -> None:
     assert set(seen[0]["compute_dtype"]["dtypes"]) == {torch.bfloat16}
     assert set(seen[0]["compute_dtype"]["masters"]) == {torch.float32}
+    assert same(seen[0]["compute_dtype"]["stored"], load_file(models / "qwen2" / "model.safetensors"))  # not rounded on the way
 
 
 def test_micro_batches_add_up_in_float32(seen: list[dict[str, Any]]) -> None:

@@ -117,11 +117,12 @@ def many_equal_micro_batches(world: World) -> Any:
 
 def compute_dtype(world: World) -> Any:
     trainer = build(world, dtype="bfloat16")
+    stored = {n.removeprefix("model."): t for n, t in whole(trainer.saved()).items() if n.startswith("model.")}
     seen: list[torch.dtype] = []
     layer = trainer._backend.root.model.model.layers[1].mlp.up_proj
     layer.register_forward_pre_hook(lambda module, args: seen.extend([module.weight.dtype, args[0].dtype]))
     trainer.step(*share(world), grpo())
-    return {"dtypes": seen, "masters": backends.masters(trainer)}
+    return {"dtypes": seen, "masters": backends.masters(trainer), "stored": stored}
 
 
 def five_steps(world: World) -> Any:
