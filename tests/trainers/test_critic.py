@@ -1,0 +1,17 @@
+"""The contract of critics, with FSDP2: on a model of its own, and on the Actor's hidden states."""
+
+from typing import Any
+
+import pytest
+
+from tests.trainers.critic_contract import *  # noqa: F403
+from tests.trainers.critic_contract import results
+
+BACKENDS = ("fsdp2", "shared, fsdp2")
+CASES = [pytest.param((ranks, backend), id=f"{backend}, {ranks} ranks") for ranks in (1, 2) for backend in BACKENDS]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def seen(request: pytest.FixtureRequest, launched: Any) -> list[dict[str, Any]]:
+    ranks, backend = request.param
+    return results(launched(ranks, BACKENDS), ranks, backend)
