@@ -1,10 +1,13 @@
+import datetime
 import os
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore
 
-from rft.errors import BadInput
-from rft.parallel.world import dp_groups, open_world, tp_groups
+from rft.errors import BadInput, RanksDiverged
+from rft.parallel.world import _problem, _roll_call, dp_groups, open_world, tp_groups
 
 
 @pytest.mark.parametrize(
@@ -34,6 +37,37 @@ def test_it_is_refused_before_anything_is_opened(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(BadInput, match="start torchrun with a multiple of 2 processes"):
         _ = open_world(2, timeout_s=5)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("here", "tp", "refused"), [("2", 4, True), ("3", 2, True), ("4", 2, False), ("8", 8, False), (None, 8, False)])
+def test_a_tp_group_over_two_nodes_is_a_problem(monkeypatch: pytest.MonkeyPatch, here: str | None, tp: int, refused: bool) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if here is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+    problem = _problem(tp, 24)
+    assert (problem is not None) is refused
+    assert problem is None or f"start torchrun with a multiple of {tp} per node" in problem
+
+
+def test_more_ranks_than_gpus_on_a_node_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for local, expected in (("1", False), ("2", True)):
+        monkeypatch.setenv("LOCAL_RANK", local)
+        assert ("where 2 GPUs are visible" in (_problem(1, 4) or "")) is expected
+
+
+def test_a_rank_that_does_not_come_to_the_roll_call_is_named() -> None:
+    store = PrefixStore("world", HashStore())
+    store.set("there/2", "")
+    with pytest.raises(RanksDiverged, match=r"of 4 ranks, rank 1, 3 did not come to launch within 0\.2 s"):
+        _ = _roll_call(store, 0, 4, None, datetime.timedelta(seconds=0.2))
+
+
+def test_a_problem_of_one_rank_is_told_to_all() -> None:
+    store = PrefixStore("world", HashStore())
+    store.set("there/1", "no GPU")
+    assert _roll_call(store, 0, 2, None, datetime.timedelta(seconds=5)) == {0: "", 1: "no GPU"}
 
 
 def test_without_torchrun_a_rank_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
