@@ -1,16 +1,16 @@
-"""A job that can stop and go on, started under torchrun by the tests: resume_job.py SCENE MODEL OUT [ARGUMENT].
+"""A job that can stop and go on, started under torchrun by the tests: resume_job.py SCENE MODEL OUT [ARGUMENTS].
 
     stops      an unbroken run in OUT/whole, then one from each of its checkpoints on; all must be alike
     killed     a run in OUT/killed that goes on by itself wherever it was, and kills a rank at each of its first KILLS starts
-    carried    goes on from ARGUMENT, and tells what it holds
+    carried    goes on from a FOLDER under a BACKEND, and tells what it holds
 
 Every rank leaves what it saw in OUT/<scene>-<rank>.json.
 """
 
-import contextlib
 import dataclasses as dc
 import hashlib
 import json
+import logging
 import os
 import random
 import shutil
@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,13 @@ from rft.ops import controllers
 from rft.ops.controllers import Coefficient
 from rft.ops.normalisation import RunningMoments, merge, moments
 from rft.steps import restore, save
-from tests.integration.job import QUESTIONS, SAMPLING, learn, length_reward, spec_of
+from tests.integration.job import EPS, LR, QUESTIONS, SAMPLING, learn, length_reward, spec_of
 
 STEPS, PROMPTS = 4, 4
 """An epoch has two batches of four prompts, over all ranks."""
 KILLS = 3
+BATCH = {False: (10, 10), True: (12, 2)}
+"""About how many steps a batch takes, and how many times each rank waits for the disk, or renames or removes a folder, in a save."""
 CONTROLLER = controllers.adaptive(0.1, target=0.5, horizon=20)
 Seen = dict[str, Any]
 
@@ -128,20 +130,17 @@ def killed(model: str, out: Path) -> None:
         print(json.dumps(seen), file=log, flush=True)
 
     with rft.launch(spec_of(model, "transformers")) as state:
-        with killing(start, out) if start < kills else contextlib.nullcontext():
-            found = run(state, out / "killed", data, 2, say)
+        if start < kills:
+            be_killed(start)
+        found = run(state, out / "killed", data, 2, say)
     tell(out, "killed", {"digest": found, "starts": start + 1, "left": sorted(path.name for path in (out / "killed").iterdir())})
 
 
-@contextlib.contextmanager
-def killing(start: int, out: Path) -> Generator[None]:
+def be_killed(start: int) -> None:
     """Ends this rank, if it is its turn, at a moment that is drawn: in a step of the loop, or while a checkpoint is written."""
-    seed = f"{os.environ.get('SEED', '0')}/{start}"
-    draw = random.Random(seed)
-    rank, while_saving, place, delay = draw.randrange(2), draw.random() < 0.6, draw.randrange(40), draw.uniform(0, 0.03)
-    if int(os.environ["RANK"]) != rank:
-        yield
-        return
+    draw = random.Random(f"{os.environ.get('SEED', '0')}/{start}")
+    rank, while_saving, delay = draw.randrange(2), draw.random() < 0.6, draw.uniform(0, 0.03)
+    place = draw.randrange(2 * BATCH[while_saving][rank])
     passed = 0
 
     def passing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,17 +155,21 @@ def killing(start: int, out: Path) -> Generator[None]:
 
         return wrapped
 
+    if int(os.environ["RANK"]) != rank:
+        return
     if while_saving:
         os.fsync, os.rename, os.rmdir = passing(os.fsync), passing(os.rename), passing(os.rmdir)
     else:
         Runtime.enter = passing(Runtime.enter)
-    yield
 
 
-def carried(model: str, out: Path, folder: str) -> None:
-    """What another number of ranks has saved, as this one reads it, and after one more batch."""
+def carried(model: str, out: Path, folder: str, backend: str = "fsdp2") -> None:
+    """What another number of ranks, or another backend, has saved, as this one reads it, and after one more batch."""
+    spec = spec_of(model, "transformers")
+    if backend == "deepspeed":
+        spec = dc.replace(spec, trainer=rft.DeepSpeedTrainer(dtype="float32", lr=LR, eps=EPS, micro_batch_tokens=96))
     data = tokenise(QUESTIONS, find_model(model).tokenizer, max_tokens=64)
-    with rft.launch(spec_of(model, "transformers")) as state:
+    with rft.launch(spec) as state:
         state, progress = restore(state, Path(folder), Progress())
         before = digest(state)
         state, progress, seen = one_batch(state, progress, data)
@@ -179,4 +182,5 @@ def tell(out: Path, scene: str, told: object) -> None:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
     {"stops": stops, "killed": killed, "carried": carried}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])
