@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rft.errors import BadInput
 from rft.memory.meter import Meter
-from rft.memory.outline import Blueprint, on_meta
+from rft.memory.outline import Blueprint, head_of, on_meta
 from rft.memory.surrogates import ATTENTION, attention, scores
 from rft.models import attention_of
 from rft.parallel.batches import Layout
@@ -149,12 +149,11 @@ def _answer(of: Blueprint, model: Any, one: Pass, inputs: tuple[Tensor, ...]) ->
     asked = hidden.flatten(0, 1).index_select(0, wanted)
     if of.head == "language":
         return scores(asked, model.get_output_embeddings().weight, one.device)[0]
-    head: nn.Linear = model.score
-    return head(asked).float()
+    return asked.float() @ head_of(model).weight.float()[0]
 
 
 def _decoder(model: Any) -> Any:
-    return model.get_decoder() if hasattr(model, "get_decoder") and model.get_decoder() is not model else model.base_model
+    return model.get_decoder() if model.get_output_embeddings() is not None else model.base_model
 
 
 def _let_go_together(block: nn.Module) -> None:

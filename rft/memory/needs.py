@@ -39,7 +39,7 @@ def to_value(launch: LaunchSpec, config: Any, work: Work, ranks: int) -> Rows:
     """Values by the Critic, on a model of its own or on the Actor's hidden states."""
     spec = launch.critic
     if spec is None or isinstance(spec, SharedCritic):
-        return to_score(launch, config, work, ranks)
+        return _pass(blueprint(config), launch.trainer, work, ranks, read=blueprint(config, "value"))
     return _pass(_of(spec.model, config, "value"), spec.trainer, work, ranks)
 
 
@@ -47,12 +47,12 @@ def to_train_critic(launch: LaunchSpec, config: Any, work: Work, ranks: int) -> 
     """An optimizer step of the Critic; a head on the Actor's hidden states has no more gradient than itself."""
     spec = launch.critic
     if spec is None or isinstance(spec, SharedCritic):
-        return to_score(launch, config, work, ranks)
+        return to_value(launch, config, work, ranks)
     return _step(_of(spec.model, config, "value"), spec.trainer, work, ranks)
 
 
-def _pass(of: Blueprint, trainer: object, work: Work, ranks: int) -> Rows:
-    return scoring(of, trainer, work, ranks) if _known(trainer) else {}
+def _pass(of: Blueprint, trainer: object, work: Work, ranks: int, *, read: Blueprint | None = None) -> Rows:
+    return scoring(of, trainer, work, ranks, read=read) if _known(trainer) else {}
 
 
 def _step(of: Blueprint, trainer: object, work: Work, ranks: int) -> Rows:

@@ -5,6 +5,7 @@ import functools
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from rft.errors import BadInput
 from rft.models import attention_of
@@ -21,6 +22,8 @@ class Outline:
     shapes: tuple[torch.Size, ...]
     blocks: tuple[int, ...]
     """Parameters of each block."""
+    exact: tuple[torch.Size, ...] = ()
+    """Those that stay in fp32 where a model is held in less: a head of one number."""
 
     @property
     def parameters(self) -> int:
@@ -72,29 +75,32 @@ def outline(of: Blueprint) -> Outline:
     """The shapes of a model's parameters. Raises `BadInput` for a model that cannot be built or does not say what its blocks are."""
     model = on_meta(of, torch.float32)
     each = tuple(sum(p.numel() for p in block.parameters()) for block in blocks(model))
-    return Outline(tuple(p.shape for p in model.parameters()), each)
+    exact = () if of.head == "language" else tuple(p.shape for p in head_of(model).parameters())
+    return Outline(tuple(p.shape for p in model.parameters()), each, exact)
 
 
 def on_meta(of: Blueprint, dtype: torch.dtype) -> Any:
     """The model without memory, in `dtype`."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+    import transformers
 
-    kinds: dict[Head, Any] = {
-        "language": AutoModelForCausalLM,
-        "value": AutoModelForTokenClassification,
-        "reward": AutoModelForSequenceClassification,
-    }
-    labels = {} if of.head == "language" else {"num_labels": 1}
+    of_rewards = "TokenClassification" if "TokenClassification" in str(of.config.architectures) else "SequenceClassification"
+    kind: Any = getattr(transformers, f"AutoModelFor{of_rewards if of.head == 'reward' else 'CausalLM'}")
+    copied = type(of.config).from_dict(of.config.to_dict())
+    if of.head == "reward":
+        copied.num_labels = 1
     try:
         # Initial weights are drawn on the meta device too; the generator of this process is not to move.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            return kinds[of.head].from_config(_copy(of.config, **labels), dtype=dtype, attn_implementation=attention_of(of.config))
+            model: Any = kind.from_config(copied, dtype=dtype, attn_implementation=attention_of(copied))
     except (ValueError, KeyError, AttributeError) as error:
         raise BadInput(f"a {of.head} model cannot be made of {type(of.config).__name__}: {error}") from error
+    if of.head != "value":
+        return model
+    body = model.base_model
+    body.score = nn.Linear(copied.get_text_config().hidden_size, 1, bias=False, device="meta")
+    return body
 
 
-def _copy(config: Any, **changes: Any) -> Any:
-    copied = type(config).from_dict(config.to_dict())
-    for name, value in changes.items():
-        setattr(copied, name, value)
-    return copied
+def head_of(model: Any) -> Any:
+    """The head of one number."""
+    return model.score if hasattr(model, "score") else model.classifier

@@ -78,9 +78,11 @@ def critic(setting: Setting, actor: Blueprint) -> Model | None:
         return None
     if isinstance(spec, Critic):
         return _own_critic(spec, setting, actor)
-    width = int(actor.config.get_text_config().hidden_size) + 1
+    width = int(actor.config.get_text_config().hidden_size)
     head = {"critic weights": FP32 * width, "critic optimizer": MOMENTS * FP32 * width}
-    return Model(holds=head, where="device", host=0, used=[scoring(actor, trainer_of(setting.launch), setting.work(), setting.world_size)])
+    read = blueprint(actor.config, "value")
+    used = scoring(actor, trainer_of(setting.launch), setting.work(), setting.world_size, read=read)
+    return Model(holds=head, where="device", host=0, used=[used])
 
 
 def _own_critic(spec: Critic, setting: Setting, actor: Blueprint) -> Model:

@@ -64,7 +64,8 @@ def own_slices(shapes: Sequence[torch.Size], shards: int, rank: int, itemsize: i
 
 def frozen(outline: Outline, dtype: DType, shards: int | None, ranks: int) -> int:
     """Weights of a model that is only asked."""
-    return slices(outline.shapes, shards_of(shards, ranks), itemsize(dtype))
+    count, own = shards_of(shards, ranks), itemsize(dtype)
+    return slices(outline.shapes, count, own) + slices(outline.exact, count, FP32 - own)
 
 
 def itemsize(dtype: DType) -> int:

@@ -56,11 +56,11 @@ def streamed(largest: int, whole: int, ranks: int) -> int:
     return largest if ranks == 1 else min(whole, BUCKET + largest)
 
 
-def scoring(of: Blueprint, trainer: Training, work: Work, ranks: int) -> Rows:
-    """A pass without gradient of a trained model: old log-probs, or values."""
+def scoring(of: Blueprint, trainer: Training, work: Work, ranks: int, *, read: Blueprint | None = None) -> Rows:
+    """A pass without gradient of a trained model: old log-probs, or values. `read` is the same with another head, where that is asked."""
     one = work.micro_batch(trainer.micro_batch_tokens, trainer.dtype)
     gathered = _gathered(outline(of), trainer, ranks)
-    return {"gathered weights": gathered, "activations": work.measure(of, one).scoring, "experience": CELL * one.tokens}
+    return {"gathered weights": gathered, "activations": work.measure(read or of, one).scoring, "experience": CELL * one.tokens}
 
 
 def asking(of: Blueprint, dtype: DType, budget: int, work: Work, shards: int) -> Rows:

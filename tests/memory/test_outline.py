@@ -13,9 +13,10 @@ def test_parameters_are_counted_by_block_tied_ones_once():
     assert outline(tiny(tied=False)).parameters == PARAMETERS + 320 * 128
 
 
-def test_a_reward_model_has_one_number_for_its_head_and_a_value_head_a_bias():
-    assert outline(tiny("reward")).parameters == PARAMETERS + 128
-    assert outline(tiny("value")).parameters == PARAMETERS + 128 + 1
+def test_heads_of_one_number_stand_in_for_that_of_the_vocabulary():
+    for head in ("reward", "value"):
+        shape = outline(tiny(head, tied=False))
+        assert (shape.parameters, shape.exact) == (PARAMETERS + 128, (torch.Size([1, 128]),))
 
 
 def test_no_random_number_of_the_process_is_used():

@@ -145,14 +145,14 @@ def test_roles_are_there_in_their_own_phase_unless_they_stay(model: str):
     assert rows(made, "reference")["gathered weights"] == 4 * (BLOCK + OUTSIDE)
     assert "reference weights" not in rows(made, "train")
     assert {rows(made, phase.name)["ema weights"] for phase in made.phases} == {WEIGHTS}
-    assert rows(made, "critic")["critic weights"] == WEIGHTS + 4 * 129
-    assert rows(made, "critic")["critic optimizer"] == 2 * (WEIGHTS + 4 * 129)
-    assert made.host == {"reference": WEIGHTS, "critic": 3 * (WEIGHTS + 4 * 129)}
+    assert rows(made, "critic")["critic weights"] == WEIGHTS + 4 * 128
+    assert rows(made, "critic")["critic optimizer"] == 2 * (WEIGHTS + 4 * 128)
+    assert made.host == {"reference": WEIGHTS, "critic": 3 * (WEIGHTS + 4 * 128)}
 
 
 def test_a_head_on_the_actors_states_needs_the_actor(model: str):
     made = plan(setting(model, critic=SharedCritic(), schedule=Schedule(offload_actor=True)))
-    assert rows(made, "critic")["critic weights"] == 4 * 129
+    assert rows(made, "critic")["critic weights"] == 4 * 128
     assert rows(made, "critic")["actor weights"] == WEIGHTS
 
 
@@ -163,7 +163,7 @@ def test_as_many_reward_models_are_there_as_may_be(model: str, tmp_path: Any):
         "other": RewardModel(model=model),
     }
     one, two = (plan(setting(model, reward_models=models, reward_models_on_device=count)) for count in (1, 2))
-    sizes = {f"reward model {name} weights": 2 * (layers * BLOCK + OUTSIDE + 128) for name, layers in (("large", 3), ("other", 2))}
+    sizes = {f"reward model {name} weights": 2 * (layers * BLOCK + OUTSIDE) + 4 * 128 for name, layers in (("large", 3), ("other", 2))}
     assert {k: v for k, v in rows(one, "rewards").items() if "reward" in k} == dict([next(iter(sizes.items()))])
     assert {k: v for k, v in rows(two, "rewards").items() if "reward" in k} == sizes
     assert set(one.host) == {"small", "large", "other"}
