@@ -4,11 +4,12 @@ import contextlib
 import logging
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from rft.effects.runtime import Beside, Runtime
+from rft.engines.protocol import Engine
 from rft.models import ModelFolder, find_model
 from rft.parallel.lockstep import Lockstep
 from rft.parallel.world import World, open_world
@@ -36,8 +37,7 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
         model = _built(lockstep, lambda: find_model(spec.model))  # a node may lack what the others have
         engine = None
         if spec.engine is not None:
-            build = spec.engine.build
-            engine = _built(lockstep, lambda: build(model, world))
+            engine = _built(lockstep, partial(_engine, spec, spec.engine, model, world))
             _ = stack.callback(engine.close)
             engine.sleep("release")
             memory = engine.memory()
@@ -47,6 +47,12 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
         beside = _beside(spec, model, world, trainer, lockstep, stack)
         _ = stack.push(lockstep.close)
         yield Runtime(spec=spec, model=model, world=world, trainer=trainer, engine=engine, lockstep=lockstep, beside=beside)
+
+
+def _engine(spec: LaunchSpec, engine: Any, model: ModelFolder, world: World) -> Engine:
+    """The engine; with a place for an adapter where the trainer has one that is sent alone."""
+    lora = spec.adapter_alone
+    return engine.build(model, world) if lora is None else engine.build_adapted(model, world, lora)
 
 
 def roles(runtime: Runtime) -> Roles:

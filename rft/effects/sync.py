@@ -5,29 +5,42 @@
 Until the manifest is agreed nothing has been touched. From then on a failure on any rank poisons the engine on all of them.
 """
 
+import dataclasses as dc
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from rft.effects.budget import require_room, sync_bucket
 from rft.effects.runtime import Runtime, runtime_of
+from rft.engines.protocol import AdapterEngine
 from rft.errors import SyncFailed
 from rft.state import Awake, Fresh, OnDevice, RuntimeState
-from rft.trainers.protocol import TensorSpec
+from rft.trainers.protocol import Adapted, Sending
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class _Delivery:
+    """What is sent, and what takes it."""
+
+    sent: Sending
+    load: Callable[[Iterator[tuple[str, Tensor]]], Mapping[str, int]]
+    checksums: Callable[[], Mapping[str, int]]
 
 
 def broadcast(state: RuntimeState[Any, Any, Any, Any]) -> Fresh:
     """Installs the Actor's weights of the state's version; an offloaded Actor streams from the host."""
     runtime = runtime_of(state)
-    manifest = _agreed_manifest(runtime)
+    deliveries = _deliveries(runtime)
+    _require_agreement(runtime, deliveries)
     _require_room(state, runtime)
     awake = type(state.engine) is Awake
     with runtime.engine_effect():
         runtime.engine.wake_weights()
-        received = runtime.engine.load(_as_promised(runtime.trainer.stream_weights(), manifest))
-        _compare(received, runtime.engine.checksums())
+        for each in deliveries:
+            received = each.load(_as_promised(each.sent))
+            _compare(received, each.checksums())
         runtime.engine.flush()
         if awake:
             runtime.watch.ask_engine(runtime.engine, state.version)
@@ -36,14 +49,24 @@ def broadcast(state: RuntimeState[Any, Any, Any, Any]) -> Fresh:
     return Fresh(state.version)
 
 
-def _agreed_manifest(runtime: Runtime) -> tuple[TensorSpec, ...]:
-    """This rank's manifest, if it is that of all ranks. Raises `SyncFailed` before anything is touched."""
-    manifest = runtime.trainer.manifest()
-    digest = hashlib.sha256(repr(manifest).encode()).hexdigest()
+def _deliveries(runtime: Runtime) -> list[_Delivery]:
+    """All weights; or, for an engine that holds an adapter apart from its base, the adapter, after the base where that is gone."""
+    engine, trainer = runtime.engine, runtime.trainer
+    if not isinstance(engine, AdapterEngine):
+        whole = Sending(manifest=trainer.manifest(), tensors=trainer.stream_weights())
+        return [_Delivery(sent=whole, load=engine.load, checksums=engine.checksums)]
+    assert isinstance(trainer, Adapted)
+    adapter = _Delivery(sent=trainer.adapter(), load=engine.load_adapter, checksums=engine.adapter_checksums)
+    base = [] if engine.has_base else [_Delivery(sent=trainer.base(), load=engine.load, checksums=engine.checksums)]
+    return [*base, adapter]
+
+
+def _require_agreement(runtime: Runtime, deliveries: Sequence[_Delivery]) -> None:
+    """Raises `SyncFailed` before anything is touched, where this rank would send something else than another."""
+    digest = hashlib.sha256(repr([each.sent.manifest for each in deliveries]).encode()).hexdigest()
     digests = runtime.lockstep.gather(digest)
     if len(set(digests)) > 1:
         raise SyncFailed(f"broadcast(state): the ranks would send different tensors (manifests {digests}); nothing was touched")
-    return manifest
 
 
 def _require_room(state: RuntimeState[Any, Any, Any, Any], runtime: Runtime) -> None:
@@ -53,11 +76,11 @@ def _require_room(state: RuntimeState[Any, Any, Any, Any], runtime: Runtime) -> 
     require_room("broadcast(state)", state, adding)
 
 
-def _as_promised(stream: Iterator[tuple[str, Tensor]], manifest: tuple[TensorSpec, ...]) -> Iterator[tuple[str, Tensor]]:
+def _as_promised(sent: Sending) -> Iterator[tuple[str, Tensor]]:
     """The stream, held against the manifest. It is exhausted in any case, since it contains collectives."""
     problem = None
-    promised = iter(manifest)
-    for name, tensor in stream:
+    promised = iter(sent.manifest)
+    for name, tensor in sent.tensors:
         spec = next(promised, None)
         if problem is None and (spec is None or (spec.name, spec.shape, spec.dtype) != (name, tuple(tensor.shape), tensor.dtype)):
             problem = f"{name} {tuple(tensor.shape)} {tensor.dtype} was streamed where the manifest has {spec}"

@@ -7,7 +7,7 @@ bring it to rest, whatever it was doing.
 
 import dataclasses as dc
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -99,4 +99,28 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Gives everything back. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class AdapterEngine(Engine, Protocol):
+    """An engine that holds the base model and an adapter of it apart. `load` takes the base, and what adapter there was is gone then.
+
+    It computes with both, always: until there is an adapter of the base that it holds, it refuses to generate.
+    """
+
+    @property
+    def has_base(self) -> bool:
+        """Whether it holds the base model that `load` has given it last, so that an adapter is all that it needs."""
+        ...
+
+    def load_adapter(self, tensors: Iterator[tuple[str, Tensor]]) -> Mapping[str, int]:
+        """Installs a whole adapter: `<layer>.lora_A.weight` and `<layer>.lora_B.weight`, of which B A is added to the layer's weight.
+
+        As `load` otherwise. Nothing that was computed with an older adapter is served afterwards.
+        """
+        ...
+
+    def adapter_checksums(self) -> Mapping[str, int]:
+        """As `checksums`, of the adapter."""
         ...

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rft.engines.decoding import decode, score
-from rft.engines.delivery import delivery, named
+from rft.engines.delivery import Names, delivery, named
 from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
 from rft.errors import BadInput, EngineFailed, MissingEngine
@@ -20,6 +20,12 @@ from rft.spec import TransformersEngine
 
 def build(spec: TransformersEngine, model: ModelFolder, world: World) -> "Transformers":
     """The engine on this rank's device, awake, with the folder's weights. Raises `BadInput` for TP above 1."""
+    module = module_of(spec, model, world).to(world.device)
+    return Transformers(module, end_tokens(model), max_model_len=spec.max_model_len, max_rows=spec.max_rows)
+
+
+def module_of(spec: TransformersEngine, model: ModelFolder, world: World) -> Any:
+    """The model on the host, with the folder's weights. Raises as `build` does."""
     if world.tp_size > 1:
         raise BadInput(
             f"the transformers engine holds the whole model on every rank, so tensor_parallel={world.tp_size} cannot work: "
@@ -34,10 +40,9 @@ def build(spec: TransformersEngine, model: ModelFolder, world: World) -> "Transf
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise MissingEngine("the transformers engine needs transformers: pip install 'transformers>=5.17'") from error
-    module: Any = AutoModelForCausalLM.from_pretrained(
-        model.path, dtype=getattr(torch, spec.dtype), attn_implementation=attention_of(model.config)
-    )
-    return Transformers(module.to(world.device), end_tokens(model), max_model_len=spec.max_model_len, max_rows=spec.max_rows)
+    options: dict[str, Any] = {"dtype": getattr(torch, spec.dtype), "attn_implementation": attention_of(model.config)}
+    module: Any = AutoModelForCausalLM.from_pretrained(model.path, **options)
+    return module
 
 
 class Transformers:
@@ -52,9 +57,10 @@ class Transformers:
         self._ends = torch.tensor(ends, dtype=torch.int64, device=self._device)
         self.dtype: torch.dtype = module.dtype
         self.max_model_len, self._max_rows = max_model_len, max_rows
-        self._slots = named(module)
+        self._places = [(tensor, tensor.shape) for tensor in named(module).values()]
+        self._bytes = sum(tensor.nbytes for tensor, _ in self._places)
+        self._slots = self._taken(module)
         self._shapes = {names: tensor.shape for names, tensor in self._slots.items()}
-        self._bytes = sum(tensor.nbytes for tensor in self._slots.values())
         self._by_name = {name: tensor for names, tensor in self._slots.items() for name in names}
         self._names = tuple(names[0] for names in self._slots)
         self._vocab = int(module.get_input_embeddings().weight.shape[0])
@@ -85,8 +91,8 @@ class Transformers:
     def wake_weights(self) -> None:
         """Takes memory for the weights again; after a release it holds nothing of meaning until `load`."""
         if self._weights == "released":
-            for names, tensor in self._slots.items():
-                tensor.data = tensor.new_empty(self._shapes[names])
+            for tensor, shape in self._places:
+                tensor.data = tensor.new_empty(shape)
             self._weights = "undefined"
 
     @torch.inference_mode()
@@ -122,10 +128,14 @@ class Transformers:
     def close(self) -> None:
         """Frees the weights. The engine cannot be woken afterwards."""
         self.sleep("release")
-        self._slots.clear()
+        self._slots, self._by_name, self._places = {}, {}, []
         self._module = None
 
     # ---- conditions ----
+
+    def _taken(self, module: Any) -> dict[Names, Tensor]:
+        """What `load` takes, and where it goes."""
+        return named(module)
 
     def _slot(self, name: str, tensor: Tensor, names: list[str]) -> tuple[Tensor, Tensor]:
         names.append(name)
@@ -144,7 +154,7 @@ class Transformers:
 
     def _release(self) -> None:
         # Without shape, not without storage alone: whoever uses them gets an error, and no segmentation fault.
-        for tensor in self._slots.values():
+        for tensor, _ in self._places:
             tensor.data = tensor.new_empty(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -3,22 +3,24 @@
 All ranks of a TP group pass the same requests in the same order.
 """
 
+import dataclasses as dc
 import gc
 import os
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from rft.engines.delivery import Names, delivery, shapes_of
+from rft.engines.delivery import delivery, shapes_of
 from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
 from rft.engines.vllm_host import no_shared_memory, plain_layouts, threads_kept, world_kept
 from rft.engines.vllm_memory import CudaMemory, HostMemory
-from rft.engines.vllm_sync import PlanSync, ReloadSync, choose_sync
+from rft.engines.vllm_sync import choose_sync
 from rft.errors import BadInput, EngineFailed, MissingEngine
 from rft.experience import Sampling
 from rft.models import ModelFolder
@@ -27,6 +29,7 @@ from rft.spec import VLLMEngine
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -39,6 +42,21 @@ def build(spec: VLLMEngine, model: ModelFolder, world: World) -> "VLLM":
 
     Collective over the world. Raises `MissingEngine` where vLLM is not installed, `BadInput` where TP does not divide the heads.
     """
+    return VLLM(start(spec, model, world), spec, model)
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Started:
+    """vLLM in this process. `plain` tells whether its weights' layouts are those that they are loaded in."""
+
+    llm: "LLM"
+    worker: "Worker"
+    plain: bool
+    memory: CudaMemory | HostMemory
+
+
+def start(spec: VLLMEngine, model: ModelFolder, world: World, more: Mapping[str, Any] = MappingProxyType({})) -> Started:
+    """Starts vLLM, with `more` options. Raises as `build` does."""
     heads = int(model.config.num_attention_heads)
     if heads % world.tp_size:
         raise BadInput(f"tensor_parallel={world.tp_size} does not divide the model's {heads} attention heads")
@@ -46,13 +64,9 @@ def build(spec: VLLMEngine, model: ModelFolder, world: World) -> "VLLM":
     with _quiet():
         llm_class = _import()
         with _on_a_cpu() if cpu else nullcontext(True) as plain:
-            llm = llm_class(**_options(spec, model, world))
+            llm = llm_class(**_options(spec, model, world), **more)
     worker = llm.collective_rpc(_itself)[0]
-    shapes = shapes_of(model.config)
-    sync = choose_sync(worker, shapes, getattr(torch, spec.dtype), plain=plain)
-    memory = HostMemory(worker) if cpu else CudaMemory(llm)
-    weight_bytes = sum(parameter.nbytes for parameter in worker.get_model().parameters())
-    return VLLM(llm, spec, shapes, sync, memory, end_tokens(model), int(model.config.vocab_size), weight_bytes)
+    return Started(llm=llm, worker=worker, plain=plain, memory=HostMemory(worker) if cpu else CudaMemory(llm))
 
 
 @contextmanager
@@ -115,24 +129,16 @@ class VLLM:
 
     name = "vllm"
 
-    def __init__(
-        self,
-        llm: "LLM",
-        spec: VLLMEngine,
-        shapes: Mapping[Names, torch.Size],
-        sync: PlanSync | ReloadSync,
-        memory: CudaMemory | HostMemory,
-        ends: Sequence[int],
-        vocab: int,
-        weight_bytes: int,
-    ) -> None:
-        self._llm, self._sync, self._memory = llm, sync, memory
-        self._spec, self._shapes, self._ends, self._vocab = spec, shapes, list(ends), vocab
+    def __init__(self, started: Started, spec: VLLMEngine, model: ModelFolder) -> None:
+        self._llm, self._worker, self._memory = started.llm, started.worker, started.memory
+        self._spec, self._ends, self._vocab = spec, list(end_tokens(model)), int(model.config.vocab_size)
+        self._shapes = shapes_of(model.config)
+        self._sync = choose_sync(started.worker, self._shapes, getattr(torch, spec.dtype), plain=started.plain)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.max_model_len = spec.max_model_len
-        self.keeps: Literal["device", "host"] | None = memory.keeps
-        self.sync_path = sync.path
-        self._bytes = weight_bytes
+        self.keeps: Literal["device", "host"] | None = started.memory.keeps
+        self.sync_path = self._sync.path
+        self._bytes = sum(parameter.nbytes for parameter in started.worker.get_model().parameters())
         self._weights_mapped, self._cache_mapped, self._loaded, self._closed = True, True, False, False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -214,7 +220,7 @@ class VLLM:
         self._memory.rouse(weights_mapped=self._weights_mapped, cache_mapped=self._cache_mapped)
         with world_kept():
             self._llm.llm_engine.engine_core.shutdown()
-        del self._llm, self._sync, self._memory
+        del self._llm, self._worker, self._sync, self._memory
         _ = gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -258,7 +264,11 @@ class VLLM:
         if not prompts:
             return []
         ids = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
-        return self._llm.generate(ids, list(parameters), use_tqdm=False)
+        return self._llm.generate(ids, list(parameters), use_tqdm=False, lora_request=self._adapter())
+
+    def _adapter(self) -> "LoRARequest | None":
+        """What all requests are computed with beside the weights."""
+        return None
 
     def _abort(self) -> None:
         """Lets go what a call that failed in the middle has left behind."""

@@ -3,16 +3,20 @@
 import dataclasses as dc
 from typing import Literal, Protocol
 
-from rft.engines.protocol import Engine
+from rft.engines.protocol import AdapterEngine, Engine
 from rft.models import ModelFolder
 from rft.parallel.world import World
 from rft.spec.checks import at_least_one
+from rft.spec.lora import LoRA
 
 DType = Literal["bfloat16", "float32"]
 
 
 class EngineSpec(Protocol):
-    """Anything that builds an engine on this rank: one of the two below, or your own."""
+    """Anything that builds an engine on this rank: one of the two below, or your own.
+
+    One that has `build_adapted(model, world, lora)`, too, can be sent an adapter alone (`LoRA(sync="adapter")`).
+    """
 
     def build(self, model: ModelFolder, world: World) -> Engine:
         """The engine, awake, with the model's weights or none. Raises `MissingEngine` where it is not installed."""
@@ -39,6 +43,12 @@ class TransformersEngine:
 
         return build(self, model, world)
 
+    def build_adapted(self, model: ModelFolder, world: World, lora: LoRA) -> AdapterEngine:
+        """The same with a place for an adapter, which peft adds to the model's layers."""
+        from rft.engines.transformers_lora import build
+
+        return build(self, model, world, lora)
+
 
 @dc.dataclass(frozen=True, kw_only=True)
 class VLLMEngine:
@@ -63,3 +73,9 @@ class VLLMEngine:
         from rft.engines.vllm import build
 
         return build(self, model, world)
+
+    def build_adapted(self, model: ModelFolder, world: World, lora: LoRA) -> AdapterEngine:
+        """The same with a place for an adapter. Raises `BadInput` for layers or a rank that vLLM has no adapters for."""
+        from rft.engines.vllm_lora import build
+
+        return build(self, model, world, lora)

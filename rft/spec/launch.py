@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from rft.errors import BadInput
 from rft.spec.checks import at_least_one
 from rft.spec.engines import EngineSpec, TransformersEngine
+from rft.spec.lora import LoRA
 from rft.spec.roles import Critic, MovingAverage, Reference, RewardModel, SharedCritic
 from rft.spec.training import FSDP2Trainer, TrainerSpec
 
@@ -46,5 +47,21 @@ class LaunchSpec:
         for name, part in (("engine", self.engine), ("trainer", self.trainer)):
             if part is not None and not hasattr(part, "build"):
                 raise BadInput(f"LaunchSpec.{name} must be a specification such as TransformersEngine(), got {part!r}")
+        self._check_lora()
         if self.deadline_s <= 0 or self.probe_every < 0 or (self.device_bytes is not None and self.device_bytes < 1):
             raise BadInput("deadline_s must be above 0, probe_every at least 0, device_bytes at least 1 or None")
+
+    def _check_lora(self) -> None:
+        """An adapter alone can only be sent to an engine that has a place for it, and holds all of it on one rank."""
+        if self.adapter_alone is None or self.engine is None:
+            return
+        if not hasattr(self.engine, "build_adapted"):
+            raise BadInput(f"{type(self.engine).__name__} cannot load an adapter alone; write LoRA(sync='merged')")
+        if self.tensor_parallel > 1:
+            raise BadInput(f"LoRA(sync='adapter') needs tensor_parallel=1, got {self.tensor_parallel}; write LoRA(sync='merged')")
+
+    @property
+    def adapter_alone(self) -> LoRA | None:
+        """The trainer's LoRA, if its adapter is to be sent to the engine alone."""
+        lora = getattr(self.trainer, "lora", None)
+        return lora if lora is not None and lora.sync == "adapter" else None

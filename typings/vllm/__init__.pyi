@@ -1,6 +1,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -44,9 +45,18 @@ class LLM:
         enable_prefix_caching: bool = ...,
         logprobs_mode: str = ...,
         seed: int = ...,
+        enable_lora: bool = ...,
+        max_loras: int = ...,
+        max_lora_rank: int = ...,
+        lora_target_modules: list[str] | None = ...,
     ) -> None: ...
     def generate(
-        self, prompts: Sequence[dict[str, list[int]]], sampling_params: Sequence[SamplingParams], *, use_tqdm: bool = ...
+        self,
+        prompts: Sequence[dict[str, list[int]]],
+        sampling_params: Sequence[SamplingParams],
+        *,
+        use_tqdm: bool = ...,
+        lora_request: LoRARequest | None = ...,
     ) -> list[RequestOutput]: ...
     def collective_rpc(self, method: Callable[[Any], R]) -> list[R]: ...
     def sleep(self, level: int = ...) -> None: ...

@@ -1,0 +1,4 @@
+from torch.nn import Module
+
+class BaseLayerWithLoRA(Module):
+    base_layer: Module
