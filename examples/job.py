@@ -4,7 +4,7 @@ import dataclasses as dc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -19,7 +19,7 @@ from rft.data.questions import Question
 from rft.models import find_model
 from rft.recording import record
 from rft.telemetry.logging import set_up_logging
-from rft.telemetry.run_folder import next_folder
+from rft.telemetry.run_folder import Telemetry, next_folder
 
 log = logging.getLogger("rft")
 INTERRUPTED = 130
@@ -113,19 +113,28 @@ def main(kind: type[JobT], task: Callable[[JobT], Task], perform: Callable[[JobT
         os._exit(INTERRUPTED)  # everything has been given back; Python's own clean-up of all that torch imported takes seconds more
 
 
+RecipeT = TypeVar("RecipeT", bound=Recipe)
+
+
 def perform(job: Job, task: Task) -> None:
-    """Trains, and tells the accuracy on the held-out questions before and after."""
+    """GRPO; see `carry_out`."""
+    carry_out(job, task, "GRPO", Recipe(sampling=job.sampling(), reward=task.reward, objective=rft.grpo()), train)
+
+
+def carry_out(
+    job: Job, task: Task, name: str, recipe: RecipeT, learn: Callable[[Rest, Iterable[rft.Prompts], RecipeT, Telemetry], Rest]
+) -> None:
+    """Trains by a loop, and tells the accuracy on the held-out questions before and after."""
     tokenizer = find_model(job.model).tokenizer
     data, measured = (tokenise(questions, tokenizer, max_tokens=job.max_prompt_tokens) for questions in (task.training, task.held_out))
     folder = job.folder or next_folder(Path("runs"), task.name)
-    recipe = Recipe(sampling=job.sampling(), reward=task.reward, objective=rft.grpo())
-    title = f"GRPO on {task.name}: {Path(job.model).name}"
+    title = f"{name} on {task.name}: {Path(job.model).name}"
     with rft.launch(job.launch_spec()) as state:
         share = Share(index=dist.get_rank(), count=dist.get_world_size())
         with record(state, folder, title=title, config=job, steps=job.steps) as run:
             state, before = measure(state, measured, share, recipe)
             run.note(0, {"accuracy": before})
-            state = train(state, batches(data, share, job), recipe, run)
+            state = learn(state, batches(data, share, job), recipe, run)
             state, after = measure(state, measured, share, recipe)
             run.note(job.steps, {"accuracy": after})
             _ = rft.export(state, folder / "model")
