@@ -58,7 +58,7 @@ def write(checkpoint: Path, tensors: Mapping[str, Tensor], ranks: int, group: An
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    writer = HuggingFaceStorageWriter(str(checkpoint / FOLDER), file_numbers(tensors, ranks), save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(checkpoint / FOLDER), fqn_to_index_mapping=file_numbers(tensors, ranks), save_distributed=True)
     try:
         with _alone_or(group):
             _ = save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)

@@ -31,6 +31,8 @@ Run = TypeVar("Run")
 FACTS = "facts.json"
 FORMAT = 1
 SAVE, RESTORE = "save(state, folder, run)", "restore(state, folder, run)"
+UNWRITTEN = "the checkpoint could not be written; older ones are as they were, and the state lives on"
+UNREAD = "the checkpoint could not be read; nothing was touched"
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ def save(state: RuntimeState[Any, Any, Any, Any], folder: Path, run: object, kee
             raise BadInput(f"{SAVE}: keep must be at least 1, got {keep}")
         plain = values.to_plain(run)
     _require_alike(runtime, plain)
-    partial = _on_rank_0(runtime, lambda: folders.begin(folder, state.version))
+    partial = _on_rank_0(runtime, f"{SAVE}: {UNWRITTEN}", lambda: folders.begin(folder, state.version))
     try:
         named = _saved(runtime)
         path = _written(runtime, state, partial, named, plain)
@@ -98,7 +100,7 @@ def _written(
     rank, world = runtime.world.rank, runtime.world
     tensors.write(partial, named, world.size, world.host)
     own = [*tensors.own_files(partial, rank), randomness.file_of(rank)]
-    with runtime.lockstep.agreement(), _named_failure(f"{SAVE}: nothing was saved, and older checkpoints are as they were"):
+    with runtime.lockstep.agreement(), _named_failure(f"{SAVE}: {UNWRITTEN}"):
         randomness.write(partial, rank, world.device)
         if rank == 0:
             manifest.write_json(partial / FACTS, _facts(runtime, state, named))
@@ -106,7 +108,7 @@ def _written(
             own += [FACTS, values.STRUCTURE, values.TENSORS]
         described = manifest.describe(partial, own)
     files = {name: file for part in runtime.lockstep.gather(described) for name, file in part.items()}
-    return _on_rank_0(runtime, lambda: _completed(partial, files))
+    return _on_rank_0(runtime, f"{SAVE}: {UNWRITTEN}", lambda: _completed(partial, files))
 
 
 def _completed(partial: Path, files: dict[str, manifest.File]) -> Path:
@@ -147,7 +149,7 @@ def restore(state: RuntimeState[Any, Any, Any, Any], folder: Path, run: Run) -> 
     """Goes on from the newest whole checkpoint: engine at rest, Actor on the device, other roles where `state` has them."""
     runtime = runtime_of(state)
     path = _newest_whole(runtime, folder)
-    with runtime.lockstep.agreement(), _named_failure(f"{RESTORE}: {path} cannot be read; nothing was touched"):
+    with runtime.lockstep.agreement(), _named_failure(f"{RESTORE}: {UNREAD}"):
         facts: dict[str, Any] = json.loads((path / FACTS).read_bytes())
         _require_this_model(runtime, path, facts)
         tree: Run = values.from_plain(values.read(path), run)
@@ -172,7 +174,7 @@ def restore(state: RuntimeState[Any, Any, Any, Any], folder: Path, run: Run) -> 
 
 def _newest_whole(runtime: Runtime, folder: Path) -> Path:
     """The newest checkpoint with nothing missing or damaged. Those that are passed over are said. Raises `BadInput` where none is left."""
-    found = _on_rank_0(runtime, lambda: _looked_through(folder))
+    found = _on_rank_0(runtime, f"{RESTORE}: {UNREAD}", lambda: _looked_through(folder))
     passed = list[str]()
     for path, problem in found:
         problem = problem or _damage(runtime, path)
@@ -193,14 +195,14 @@ def _looked_through(folder: Path) -> list[tuple[Path, str | None]]:
 
 def _damage(runtime: Runtime, path: Path) -> str | None:
     """What the checksums say; each rank reads its share of the files."""
-    files = _on_rank_0(runtime, lambda: manifest.read(path))
+    files = _on_rank_0(runtime, f"{RESTORE}: {UNREAD}", lambda: manifest.read(path))
     share = sorted(files)[runtime.world.rank :: runtime.world.size]
     found = runtime.lockstep.gather(manifest.damaged(path, {name: files[name] for name in share}))
     return tensors.some(sorted({problem for part in found for problem in part})) or None
 
 
 def _require_this_model(runtime: Runtime, path: Path, facts: dict[str, Any]) -> None:
-    """What can be held against the checkpoint wherever the weights are: its format, the kind of model, the weights' names and shapes."""
+    """What can be told before any tensor is looked at: the format, and the kind of model; another seed is said."""
     if facts["format"] != FORMAT:
         raise BadInput(f"{RESTORE}: {path} has format {facts['format']}, and this version of rft reads {FORMAT}")
     if facts["model_type"] != _model_type(runtime):
@@ -265,10 +267,10 @@ def _to_places(state: RuntimeState[Any, Any, Any, Any], runtime: Runtime) -> Non
 # ---- on all ranks alike ----
 
 
-def _on_rank_0(runtime: Runtime, act: Callable[[], T]) -> T:
+def _on_rank_0(runtime: Runtime, failing: str, act: Callable[[], T]) -> T:
     """What rank 0 finds or does on the disk, on every rank. Its failure is `CheckpointFailed` there, and `PeerFailed` elsewhere."""
     made: list[T] = []
-    with runtime.lockstep.agreement(), _named_failure("the folder of checkpoints"):
+    with runtime.lockstep.agreement(), _named_failure(failing):
         if runtime.world.rank == 0:
             made = [act()]
     return runtime.lockstep.gather(made)[0][0]
