@@ -50,7 +50,6 @@ def ran(
                 rank.send_signal(signal.SIGUSR1)
         _ = running.wait(240)
         assert not any(agent.returncode for agent in running.agents), running.output()
-        assert not running.processes()
         return Ran(folder, running, per_node * len(agents))
 
 

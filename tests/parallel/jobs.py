@@ -44,13 +44,16 @@ class Job:
         return "\n".join(path.read_text() for path in self.outputs)
 
     def wait(self, timeout: float = 120) -> float:
-        """Until every agent has ended; gives the time when the last did."""
+        """Until every agent has ended and no process is left, which may be a rank whose agent was killed; gives the time of that."""
         deadline = time.monotonic() + timeout
         for agent in self.agents:
             try:
                 _ = agent.wait(deadline - time.monotonic())
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"the job did not end in {timeout} s:\n{self.output()}") from None
+        while left := self.processes():
+            assert time.monotonic() < deadline, f"{left} were left after {timeout} s:\n{self.output()}"
+            time.sleep(0.1)
         return time.time()
 
     def processes(self) -> list[psutil.Process]:
