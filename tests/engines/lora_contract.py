@@ -17,6 +17,7 @@ from rft.experience import Sampling
 from rft.spec import LoRA
 from rft.trainers import adapter
 from tests.engines.contract import GREEDY, PROMPTS, expected_logprobs, greedy, is_close, requests, weights
+from tests.engines.lora_cycle import Seen
 
 LORA = LoRA(rank=4, alpha=8, sync="adapter")
 LONG = tuple(range(200))
@@ -140,3 +141,16 @@ def test_an_adapter_that_is_not_whole(adapted: AdapterEngine, module: Any, fault
         _ = adapted.generate(requests(*PROMPTS), GREEDY)
     send(adapted, parts(module, 1))
     check(adapted, merged(module, parts(module, 1)))
+
+
+def same_job(alone: Seen, whole: Seen) -> None:
+    """An adapter that is sent alone, and weights that it is merged into: the same samples, old and new, and less to send."""
+    for one, other in zip(alone.tokens, whole.tokens, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(alone.logprobs, whole.logprobs, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-4, rtol=0)
+    assert not torch.equal(alone.tokens[0], alone.tokens[-1])  # it has learnt something
+    assert max(alone.gaps) < 1e-4
+    adapter_alone, both = ["load_adapter"], ["load", "load_adapter"]
+    assert alone.sent == [*both, *adapter_alone, *adapter_alone, *both, *adapter_alone, *both]
+    assert whole.sent == ["load"] * 6
