@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def out(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """Where an unbroken run has been, and one from each of its checkpoints."""
     out = tmp_path_factory.mktemp("stops")
-    _ = torchrun(JOB, "stops", model, out, timeout=300)
+    _ = torchrun(JOB, "stops", model, out, timeout=600)
     return out
 
 
@@ -65,7 +65,7 @@ def test_the_stops_are_at_epoch_boundaries_too_and_something_is_learnt(whole: li
 def kill(model: Path, out: Path, whole: list[Any], kills: int, seed: int) -> None:
     """Ranks are killed at each of the first `kills` starts; what the last start ends with is what the unbroken run did."""
     environment = {"PET_MAX_RESTARTS": str(kills), "KILLS": str(kills), "SEED": str(seed)}
-    printed = torchrun(JOB, "killed", model, out, timeout=120 * (kills + 1), env=environment)
+    printed = torchrun(JOB, "killed", model, out, timeout=200 * (kills + 1), env=environment)
     assert printed.count("is killed") == told(out, "killed", 0)["starts"] - 1
     for rank, unbroken in enumerate(whole):
         ended = told(out, "killed", rank)
@@ -99,7 +99,7 @@ def test_one_rank_goes_on_from_two_and_two_from_one(model: Path, out: Path, whol
         assert seen["epoch"] == 2
         _ = save(state, tmp_path / "alone", progress)
         alone = digest(state)
-    printed = torchrun(JOB, "carried", model, tmp_path, tmp_path / "alone", timeout=120)
+    printed = torchrun(JOB, "carried", model, tmp_path, tmp_path / "alone", timeout=240)
     assert told(tmp_path, "carried", 0)["before"] == told(tmp_path, "carried", 1)["before"] == alone
     assert "was saved by 1 ranks: the random states of rank 1 are not in it" in printed
 
