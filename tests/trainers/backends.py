@@ -14,9 +14,10 @@ LAUNCHES_OF_FSDP2 = (
     (3, ("fsdp2",), "slow"),
     (4, ("fsdp2, shards=2",), "slow"),
 )
+QUICK_OF_ZERO = (2, ("zero 1", "zero 2", "zero 3", "zero 2, offloaded;five_steps;placement;checkpoints;from_elsewhere"), "quick")
 LAUNCHES_OF_ZERO = (
-    (2, ("zero 1", "zero 2", "zero 3", "zero 2, offloaded"), "quick"),
-    (2, ("zero 3, offloaded",), "slow"),
+    QUICK_OF_ZERO,
+    (2, ("zero 2, offloaded", "zero 3, offloaded"), "slow"),
     (1, ("zero 1", "zero 2", "zero 3", "zero 2, offloaded", "zero 3, offloaded"), "slow"),
 )
 """What runs together on how many ranks."""

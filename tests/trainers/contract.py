@@ -30,7 +30,7 @@ SHARES = {
     1: [range(8)],
     2: [range(5), range(5, 8)],
     3: [range(3), range(3, 4), range(4, 8)],
-    4: [range(2), range(2, 3), range(3, 6), range(6, 8)],
+    4: [range(2), range(2, 3), range(3, 5), range(5, 8)],
 }
 # At the usual epsilon AdamW makes steps of gradients that are nothing but rounding.
 FIVE_STEPS = FSDP2Trainer(lr=1e-3, eps=1e-7, weight_decay=0.1, schedule="cosine", warmup_steps=1, total_steps=9)
@@ -73,6 +73,7 @@ def cases(launches: Sequence[tuple[int, tuple[str, ...], str]]) -> list[Any]:
         pytest.param((ranks, together, backend), id=f"{backend} on {ranks}", marks=[pytest.mark.slow] if pace == "slow" else [])
         for ranks, together, pace in launches
         for backend in together
+        if ";" not in backend
     ]
 
 
@@ -153,7 +154,7 @@ def test_bfloat16_computes_in_bfloat16_with_float32_masters(seen: list[dict[str,
 
 def test_micro_batches_add_up_in_float32(seen: list[dict[str, Any]]) -> None:
     many, one = seen[0]["many_equal_micro_batches"]
-    assert oracle.distance(many, one) < 1e-6  # in bf16 the sum of 64 would be off by 1e-3 and more
+    assert oracle.distance(many, one) < 1e-6  # in bf16 the sum of 32 would be off by 1e-3 and more
 
 
 def test_all_metrics_are_those_of_the_global_batch(seen: list[dict[str, Any]]) -> None:
@@ -245,12 +246,8 @@ def test_going_to_the_host_and_back_changes_nothing(seen: list[dict[str, Any]]) 
 def test_a_trainer_goes_on_from_what_another_saved(dtype: str, seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         result = rank["checkpoints"][dtype]
-        assert same(result["kept"], result["from host"])
-        assert {str(t.dtype) for name, t in result["kept"].items() if name != "optimizer.steps"} == {"torch.float32"}
-        assert same(*result["installed"])
-        assert result["metrics"][0] == result["metrics"][1]
-        assert same(*result["after"])
-        assert same(*result["weights"])
+        assert result["same"] == dict.fromkeys(("from host", "installed", "metrics", "after", "weights"), True)
+        assert {t.dtype for name, t in result["kept"].items() if name != "optimizer.steps"} == {torch.float32}
         assert same(result["kept"], seen[0]["checkpoints"][dtype]["kept"])
 
 
@@ -305,6 +302,18 @@ def test_bad_batches_are_refused_on_all_ranks(seen: list[dict[str, Any]]) -> Non
             assert word in refusal[0]
         assert len(seen) == 1 or "metric 'most' is a Tensor here and a Maximum there" in two_kinds[0]
         assert metrics == pytest.approx(rank["gradients"]["first step"]["metrics"], rel=1e-4, abs=1e-6)  # nothing of them stayed
+
+
+def test_what_cannot_work_is_refused_at_launch_on_all_ranks(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        unread, *others = rank["refused_at_launch"]
+        assert unread == "BadInput: rank 0 finds no weights"
+        if seen[0]["backend"].startswith("fsdp2"):
+            words = [(f"shards={len(seen) + 1}", f"world size {len(seen)}")]
+        else:
+            words = [("MissingBackend", "0.19.7+abc", "0.19.8"), ("BadInput", "has chosen cpu", "cuda:0", "DS_ACCELERATOR=cuda")]
+        for told, expected in zip(others, words, strict=True):
+            assert all(word in told for word in expected)
 
 
 def test_an_objective_that_fails_at_once_is_refused_and_nothing_is_left_of_it(seen: list[dict[str, Any]]) -> None:

@@ -227,7 +227,9 @@ def steps(world: World) -> Any:
         seen |= {"losses": losses, "version": (version, state.version), "took": state.generation - generation, "values": values}
         if shared():
             away = rft.offload_actor(rft.sleep(state))
-            seen["the Actor away"] = refusal(lambda: rft.values(away, rollouts)) + refusal(lambda: rft.train_critic(away, good, critic_loss()))
+            seen["the Actor away"] = refusal(lambda: rft.values(away, rollouts)) + refusal(
+                lambda: rft.train_critic(away, good, critic_loss())
+            )
     with rft.launch(dc.replace(spec, critic=None, engine=None)) as state:
         seen["none"] = refusal(lambda: rft.values(state, rollouts)) + refusal(lambda: rft.train_critic(state, good, critic_loss()))
     return seen

@@ -1,8 +1,8 @@
 """What the ranks do for `contract.py`, which compares what they saved here with a plain single-process loop.
 
-    torchrun ranks.py MODELS RESULTS BACKEND...
+    torchrun ranks.py MODELS RESULTS BACKEND[;SCENE...]...
 
-Every scene returns what it saw on this rank; the results of rank r with a backend are in RESULTS/BACKEND/r.pt.
+Every scene returns what it saw on this rank; the results of rank r with a backend are in RESULTS/BACKEND/r.pt. All scenes, or those named.
 """
 
 import dataclasses as dc
@@ -21,6 +21,7 @@ from rft.models import find_model
 from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals, grpo, supervised
 from rft.ops.metrics import maximum
 from rft.parallel.world import World, open_world
+from rft.spec import FSDP2Trainer
 from tests.trainers import backends
 from tests.trainers.batches import random_experience, rows_of, some_old
 
@@ -31,7 +32,7 @@ SOURCE = random_experience()
 MIXED = random_experience(temperature=None)
 OLD = some_old(SOURCE, torch.where(SOURCE.sampled, -6.0, 0.0))
 ALL = (0, 1, 2, 3, 4, 5, 6, 7)
-SHARES = {1: [ALL], 2: [(0, 1, 2, 3, 4), (5, 6, 7)], 3: [(0, 1, 2), (3,), (4, 5, 6, 7)], 4: [(0, 1), (2,), (3, 4, 5), (6, 7)]}
+SHARES = {1: [ALL], 2: [(0, 1, 2, 3, 4), (5, 6, 7)], 3: [(0, 1, 2), (3,), (4, 5, 6, 7)], 4: [(0, 1), (2,), (3, 4), (5, 6, 7)]}
 IDLE = {1: [ALL], 2: [ALL, ()], 3: [ALL, (), ()], 4: [ALL, (), (), ()]}
 FIVE_STEPS: dict[str, Any] = {
     **PLAIN, "eps": 1e-7, "max_grad_norm": 1.0, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 1, "total_steps": 9
@@ -106,9 +107,9 @@ def gradients(world: World) -> Any:
 
 
 def many_equal_micro_batches(world: World) -> Any:
-    """64 times the same row in bf16, together and alone: what adds up must not be rounded to bf16 on the way."""
+    """32 times the same row in bf16, together and alone: what adds up must not be rounded to bf16 on the way."""
     results = []
-    for count in (64, 1):
+    for count in (32, 1):
         trainer = build(world, dtype="bfloat16", micro_batch_tokens=1)
         trainer.step(rows_of(SOURCE, *[0] * count), None, grpo())
         results.append(backends.gradient(trainer))
@@ -212,11 +213,15 @@ def checkpoints(world: World) -> Any:
         away(other)
         other.install(from_host)
         back(other)
-        installed = (weights(one), weights(other))
-        metrics = [trainer.step(batch, old, grpo()) for trainer in (one, other)]
-        seen[dtype] = {"kept": whole(kept), "from host": whole(from_host), "installed": installed, "metrics": metrics,
-                       "after": (whole(one.saved()), whole(other.saved())), "weights": (weights(one), weights(other))}  # fmt: skip
+        same = {"from host": equal(whole(kept), whole(from_host)), "installed": equal(weights(one), weights(other))}
+        same["metrics"] = one.step(batch, old, grpo()) == other.step(batch, old, grpo())
+        same |= {"after": equal(whole(one.saved()), whole(other.saved())), "weights": equal(weights(one), weights(other))}
+        seen[dtype] = {"kept": whole(kept), "same": same}
     return seen
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def from_elsewhere(world: World) -> Any:
@@ -362,6 +367,28 @@ def failing_objective(world: World) -> Any:
     return {"refused": refused, "metrics": metrics, "poisoned": poisoned, "weights": (weights(hurt), weights(well))}
 
 
+def refused_at_launch(world: World) -> Any:
+    """What a backend or a version cannot do; and a model that only rank 0 finds without weights."""
+    from rft.trainers import hugging_face
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise BadInput(f"rank {world.rank} finds no weights")
+
+    seen: list[str] = []
+    load, hugging_face.load = hugging_face.load, fails
+    seen += refusal(lambda: build(world))
+    hugging_face.load = load
+    if backend.startswith("fsdp2"):
+        return seen + refusal(lambda: FSDP2Trainer(shards=world.size + 1).build(find_model(str(MODELS / "qwen2")), world))
+    import deepspeed
+
+    version, deepspeed.__version__ = deepspeed.__version__, "0.19.7+abc"
+    seen += refusal(lambda: build(world))
+    deepspeed.__version__ = version
+    elsewhere = dc.replace(world, device=torch.device("cuda:0"))
+    return seen + refusal(lambda: build(elsewhere))
+
+
 def refusal(call: Callable[[], Any], kind: type[RftError] = RftError) -> list[str]:
     try:
         call()
@@ -373,7 +400,7 @@ def refusal(call: Callable[[], Any], kind: type[RftError] = RftError) -> list[st
 SCENES = (
     gradients, many_equal_micro_batches, compute_dtype, first_steps, five_steps, supervised_steps, logprobs, streams, placement,
     checkpoints, from_elsewhere, one_rank_copies_nothing, export, not_finite, bad_batches, failing_objective, metrics,
-    totals_of_the_batch,
+    totals_of_the_batch, refused_at_launch,
 )  # fmt: skip
 
 
@@ -381,9 +408,11 @@ def main() -> None:
     global backend
     torch.set_num_threads(1)
     world = open_world(1, timeout_s=60)
-    for backend in BACKENDS:
+    for what in BACKENDS:
+        backend, *some = what.split(";")
         (RESULTS / backend).mkdir(exist_ok=True)
-        torch.save({scene.__name__: scene(world) for scene in SCENES}, RESULTS / backend / f"{world.rank}.pt")
+        seen = {scene.__name__: scene(world) for scene in SCENES if not some or scene.__name__ in some}
+        torch.save(seen, RESULTS / backend / f"{world.rank}.pt")
     torch.distributed.destroy_process_group()
 
 
