@@ -1,5 +1,6 @@
 import dataclasses as dc
 import math
+import statistics
 from collections.abc import Mapping
 from functools import partial
 
@@ -16,6 +17,7 @@ from rft.objectives import (
     TokenScores,
     Totals,
     combined,
+    critic_loss,
     entropy_bonus,
     grpo,
     imitation,
@@ -26,6 +28,8 @@ from rft.objectives import (
 from rft.ops import aggregation, corrections, entropy, kl, losses
 from rft.ops.metrics import Metric, merged, read
 from tests.trainers.batches import random_experience, rows_of, some_old
+from tests.trainers.valued import CLIP as CLIPPED
+from tests.trainers.valued import valued_experience
 
 SOURCE = random_experience()
 NEAR = torch.where(SOURCE.sampled, SOURCE.logprobs - 0.1, 0.0)
@@ -197,6 +201,60 @@ def test_demonstrations_are_imitated_and_nothing_else_is_done_with_them() -> Non
     assert supervised()(scores, MicroBatch(rows=both, old=None), totals).loss.item() == pytest.approx(2.0)
 
 
+def valued(*rows: int) -> MicroBatch:
+    return MicroBatch(rows=rows_of(VALUED, *rows), old=None)
+
+
+VALUED = valued_experience()
+VALUES = torch.where(SOURCE.sampled, NEAR / 6 + 0.4, 0.0)
+
+
+@pytest.mark.parametrize("clip", [None, CLIPPED])
+def test_the_critic_s_loss_against_a_loop(clip: float | None) -> None:
+    terms = critic_loss(clip=clip)(VALUES, valued(*ALL), TOTALS)
+    assert VALUED.returns is not None
+    assert VALUED.values is not None
+    losses_, clipped, pairs = list[float](), 0, list[tuple[float, float]]()
+    for at in sampled_tokens(rows_of(VALUED, *ALL)):
+        new, old, target = float(VALUES[at]), float(VALUED.values[at]), float(VALUED.returns[at])
+        free = (new - target) ** 2
+        near = free if clip is None else (min(max(new, old - clip), old + clip) - target) ** 2
+        losses_.append(0.5 * max(free, near))
+        clipped += near > free
+        pairs.append((new, target))
+    returns, errors = [target for _, target in pairs], [target - new for new, target in pairs]
+    expected = {
+        "value_loss": sum(losses_) / len(losses_),
+        "value_clip_fraction": clipped / len(losses_),
+        "value_mean": sum(new for new, _ in pairs) / len(pairs),
+        "return_mean": sum(returns) / len(returns),
+        "explained_variance": 1 - statistics.pvariance(errors) / statistics.pvariance(returns),
+    }
+    assert (clipped > 0) == (clip is not None)
+    assert terms.loss.item() == pytest.approx(expected["value_loss"], rel=1e-5)
+    assert numbers(terms.metrics) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("aggregate", [aggregation.token_mean, aggregation.sequence_mean_of_token_means])
+def test_parts_of_the_critic_s_loss_add_up_to_the_whole(aggregate: aggregation.Aggregation) -> None:
+    objective, new = critic_loss(clip=CLIPPED, aggregate=aggregate), VALUES.clone().requires_grad_()
+    whole = objective(new, valued(*ALL), TOTALS)
+    parts = [objective(new[list(rows)], valued(*rows), TOTALS) for rows in ((5, 0), (3,), (1, 2, 4, 6, 7))]
+    loss = torch.stack([part.loss for part in parts]).sum()
+    torch.testing.assert_close(loss, whole.loss)
+    torch.testing.assert_close(torch.autograd.grad(loss, new), torch.autograd.grad(whole.loss, new))
+    assert numbers(merged(part.metrics for part in parts)) == pytest.approx(numbers(whole.metrics), rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("missing", ["returns", "values"])
+def test_a_critic_s_step_without_what_it_learns_says_what_to_write(missing: str) -> None:
+    rows = dc.replace(rows_of(VALUED, *ALL), **{missing: None})
+    with pytest.raises(
+        BadInput, match=rf"critic_loss needs {missing}; write experience\(.*, returns=…, values=…\)"
+    ):
+        _ = critic_loss(clip=CLIPPED)(VALUES, MicroBatch(rows=rows, old=None), TOTALS)
+
+
 def test_a_step_without_the_reference_says_what_to_write() -> None:
     with pytest.raises(BadInput, match=r"experience\(rollouts, rewards, advantages, reference=…\)"):
         _ = reference_kl(0.1, estimator=kl.k3)(scored(NEAR), micro(OLD, *ALL), TOTALS)
@@ -210,6 +268,9 @@ def test_a_step_without_the_reference_says_what_to_write() -> None:
         lambda: grpo(correction_cap=0.0),
         lambda: reference_kl(-0.1, estimator=kl.k3),
         lambda: reference_kl(0.1, estimator=kl.k2, off_policy=True),
+        lambda: critic_loss(clip=0.0),
+        lambda: critic_loss(clip=-1.0),
+        lambda: critic_loss(aggregate=partial(aggregation.constant_length, length=0)),
         lambda: imitation(-1.0),
         lambda: imitation(math.nan),
         lambda: reference_kl(math.nan, estimator=kl.k3),

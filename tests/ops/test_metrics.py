@@ -24,10 +24,21 @@ def test_by_hand() -> None:
     assert metrics.effective_sample_size(torch.tensor([5.0, 0.0, 0.0, 0.0]), torch.ones(4, dtype=torch.bool)).value() == 0.25
 
 
+def test_explained_variance_by_hand() -> None:
+    returns, mask = torch.tensor([[1.0, 2.0, NAN], [6.0, NAN, NAN]]), torch.tensor([[True, True, False], [True, False, False]])
+    # returns 1, 2, 6 have a variance of 14/3; errors of 0, 1, 4 one of 26/9
+    values = torch.tensor([[1.0, 1.0, 0.0], [2.0, 0.0, 0.0]])
+    cases = ((returns - 5, 1.0), (torch.full((2, 3), 3.0), 0.0), (values, 1 - (26 / 9) / (14 / 3)), (-returns, -3.0))
+    for guess, explained in cases:
+        assert metrics.explained_variance(guess, returns, mask).value() == pytest.approx(explained)
+    assert metrics.explained_variance(torch.rand(3), torch.full((3,), 0.7), torch.ones(3, dtype=torch.bool)).value() == 0.0
+
+
 def test_of_nothing_they_are_zero() -> None:
     nothing = torch.full((2, 2), NAN), torch.zeros(2, 2, dtype=torch.bool)
     for part in (nothing, (torch.zeros(0), torch.zeros(0, dtype=torch.bool))):
         assert metrics.maximum(*part).value() == metrics.effective_sample_size(*part).value() == 0.0
+        assert metrics.explained_variance(part[0], *part).value() == 0.0
     assert metrics.effective_sample_size(torch.zeros(3), torch.ones(3, dtype=torch.bool)).value() == 0.0
     some = torch.tensor([-2.0]), torch.tensor([True])
     assert metrics.maximum(*nothing).merge(metrics.maximum(*some)).value() == -2.0
@@ -35,7 +46,7 @@ def test_of_nothing_they_are_zero() -> None:
 
 def parts(seed: int) -> tuple[list[dict[str, Tensor | Metric]], dict[str, float]]:
     """What three parts of a batch say, and what is true of the whole, worked out with plain numbers."""
-    values, _, _, mask = random_tokens(seed, torch.float32)
+    values, returns, _, mask = random_tokens(seed, torch.float32)
     weights = values.exp()
     rows = [slice(0, 1), slice(1, 3), slice(3, None)]
     said: list[dict[str, Tensor | Metric]] = [
@@ -43,13 +54,16 @@ def parts(seed: int) -> tuple[list[dict[str, Tensor | Metric]], dict[str, float]
             "share": torch.where(mask[r], values[r], 0.0).sum() / 7,
             "largest": metrics.maximum(values[r], mask[r]),
             "ess": metrics.effective_sample_size(weights[r], mask[r]),
+            "explained": metrics.explained_variance(values[r], returns[r], mask[r]),
         }
         for r in rows
     ]
     plain, heavy = values[mask].tolist(), weights[mask].tolist()
     squares = sum(w * w for w in heavy)
     ess = sum(heavy) ** 2 / (len(heavy) * squares) if heavy else 0.0
-    return said, {"share": sum(plain) / 7, "largest": max(plain, default=0.0), "ess": ess}
+    targets = returns[mask].double()
+    explained = 1 - float((targets - values[mask]).var(correction=0) / targets.var(correction=0)) if len(targets) > 1 else 0.0
+    return said, {"share": sum(plain) / 7, "largest": max(plain, default=0.0), "ess": ess, "explained": explained}
 
 
 @pytest.mark.parametrize("seed", seeds(4))
