@@ -1,6 +1,5 @@
 """A save that is cut off before each thing that it does to the disk, one after the other: every_point.py FOLDER. Prints what it found.
 
-
 Every time a child of this process is ended as a kill ends it, with nothing cleaned up.
 """
 

@@ -1,9 +1,13 @@
 """Never executed: correct loops, in which nothing fails, and whose states have exactly the types that are asserted."""
 
+from pathlib import Path
 from typing import assert_type
 
 from rft import (
     ACTOR_OPTIMIZER,
+    CRITIC,
+    EMA,
+    REFERENCE,
     A,
     Asleep,
     Awake,
@@ -21,10 +25,12 @@ from rft import (
     OnDevice,
     Prompts,
     RewardFunction,
+    Rewards,
     Rollouts,
     RuntimeState,
     Sampling,
     Stale,
+    ValueObjective,
     W,
     adopt_logprobs,
     broadcast,
@@ -32,32 +38,44 @@ from rft import (
     compute_old_logprobs,
     evaluate,
     experience,
+    export,
     finish_batch,
     generate,
     generate_stale,
+    grpo,
     is_ready,
     launch,
     legal,
     minibatches,
+    model_rewards,
     observation,
     offload,
     offload_actor,
     recover,
+    reference_logprobs,
     refresh,
     reload,
     reload_actor,
+    reward_model,
     rewards,
     sleep,
     sleep_keeping,
     supervised_step,
     then,
+    train_critic,
     train_step,
     transition,
     update,
+    update_ema,
+    use,
+    values,
     wake,
 )
+from rft.checkpoint.folder import newest_checkpoint
 from rft.data.minibatches import Cut
+from rft.data.prompts import Cursor
 from rft.errors import EngineFailed
+from rft.steps import restore, save
 
 Ready = RuntimeState[Awake, Fresh, OnDevice, NoOld]
 Rested = RuntimeState[Asleep, Stale, OnDevice, NoOld]
@@ -161,6 +179,25 @@ def leading_on(state: Ready, prompts: Prompts, sampling: Sampling) -> Ready:
     return state
 
 
+def roles_beside_the_actor(rested: Rested, rollouts: Rollouts, minibatch: Minibatch, objective: ValueObjective) -> Rested:
+    state = compute_old_logprobs(rested, rollouts)
+    state, reference = use(state, REFERENCE, lambda there: reference_logprobs(there, rollouts))
+    state, scores = use(state, reward_model("kind"), lambda there: model_rewards(there, rollouts, reward_model("kind")))
+    _ = assert_type(scores, Rewards)
+    state = reload(state, CRITIC)
+    valued = experience(rollouts, scores.values, reference, reference=reference, values=values(state, rollouts))
+    state, _metrics = assert_type(
+        train_critic(state, minibatch, objective), tuple[RuntimeState[Asleep, Stale, OnDevice, OldLogProbs], Metrics]
+    )
+    state, _history = update(state, valued, grpo(), Cut())
+    return update_ema(reload(offload(state, CRITIC), EMA))
+
+
+def averages_are_scored_and_exported(state: RuntimeState, rollouts: Rollouts, folder: Path) -> Path:
+    _ = reference_logprobs(state, rollouts, role=EMA)
+    return export(state, folder, role=EMA)
+
+
 # ---- states of unknown axes ----
 
 
@@ -196,6 +233,20 @@ def to_rest(state: RuntimeState[Awake, W, A, O]) -> RuntimeState[Asleep, Stale, 
 def helpers_keep_types(ready: Ready) -> RuntimeState[Asleep, Stale, OnDevice, NoOld]:
     state = assert_type(without_the_optimizer(ready), Ready)
     return to_rest(state)
+
+
+# ---- checkpoints ----
+
+
+def goes_on(spec: LaunchSpec, folder: Path, cursor: Cursor) -> Cursor:
+    with launch(spec) as state:
+        if newest_checkpoint(folder) is not None:
+            state, cursor = restore(state, folder, cursor)
+        ready = assert_type(refresh(state), Ready)
+        _path = assert_type(save(ready, folder, cursor, keep=3), Path)
+        state, back = restore(sleep(ready), folder, (cursor, 1.5))
+        _ = assert_type(state, RuntimeState[Asleep, Stale, OnDevice, NoOld])
+        return assert_type(back, tuple[Cursor, float])[0]
 
 
 # ---- steps of one's own ----

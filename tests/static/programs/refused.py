@@ -1,7 +1,11 @@
 """Never executed: every mistake fails on its own line, by the rule that `expect` names, and nothing else does."""
 
+from pathlib import Path
+
 from rft import (
     ACTOR_OPTIMIZER,
+    EMA,
+    REFERENCE,
     Asleep,
     Awake,
     Experience,
@@ -20,6 +24,7 @@ from rft import (
     RuntimeState,
     Sampling,
     Stale,
+    ValueObjective,
     adopt_logprobs,
     compute_old_logprobs,
     finish_batch,
@@ -27,20 +32,27 @@ from rft import (
     generate_stale,
     is_ready,
     launch,
+    model_rewards,
     offload,
     offload_actor,
+    reference_logprobs,
     refresh,
     reload,
     reload_actor,
     sleep,
     sleep_keeping,
     supervised_step,
+    train_critic,
     train_step,
     update,
+    update_ema,
+    use,
     wake,
 )
 from rft.data.minibatches import Cut
+from rft.data.prompts import Cursor
 from rft.state import Devices, Roles
+from rft.steps import restore, save
 
 Ready = RuntimeState[Awake, Fresh, OnDevice, NoOld]
 
@@ -106,6 +118,27 @@ def generate_where_narrowing_says_no(state: RuntimeState, prompts: Prompts, samp
 def generate_after_supervision(state: Ready, prompts: Prompts, sampling: Sampling, minibatch: Minibatch) -> Rollouts:
     taught, _metrics = supervised_step(state, minibatch)
     return generate(taught, prompts, sampling)  # expect: reportArgumentType
+
+
+# ---- checkpoints ----
+
+
+def save_in_the_middle_of_a_batch(state: RuntimeState[Awake, Fresh, OnDevice, OldLogProbs], folder: Path) -> None:
+    _path = save(state, folder, None)  # expect: reportArgumentType
+
+
+def generate_from_what_was_restored(state: Ready, folder: Path, prompts: Prompts, sampling: Sampling) -> Rollouts:
+    restored, _run = restore(state, folder, None)
+    return generate(restored, prompts, sampling)  # expect: reportArgumentType
+
+
+def restored_and_dropped(state: Ready, folder: Path) -> None:
+    restore(state, folder, None)  # expect: reportUnusedCallResult
+
+
+def restored_as_something_else(state: Ready, folder: Path, cursor: Cursor) -> int:
+    _state, step = restore(state, folder, cursor)
+    return step  # expect: reportReturnType
 
 
 # ---- waking and sleeping ----
@@ -308,3 +341,44 @@ def assigned_field(state: Ready) -> None:
 
 def role_for_an_actor(state: Ready) -> None:
     _away = offload_actor(state, ACTOR_OPTIMIZER)  # expect: reportCallIssue
+
+
+# ---- models beside the Actor ----
+
+
+def role_by_a_plain_name(state: Ready, rollouts: Rollouts) -> None:
+    _state, _scores = use(state, "reference", lambda there: reference_logprobs(there, rollouts))  # expect: reportArgumentType
+
+
+def score_by_a_plain_name(state: Ready, rollouts: Rollouts) -> None:
+    _scores = model_rewards(state, rollouts, "kind")  # expect: reportArgumentType
+
+
+def role_by_position(state: Ready, rollouts: Rollouts) -> None:
+    _logprobs = reference_logprobs(state, rollouts, EMA)  # expect: reportCallIssue
+
+
+def dropped_update_of_the_average(state: Ready) -> None:
+    update_ema(state)  # expect: reportUnusedCallResult
+
+
+def dropped_step_of_the_critic(state: Ready, minibatch: Minibatch, objective: ValueObjective) -> None:
+    train_critic(state, minibatch, objective)  # expect: reportUnusedCallResult
+
+
+def critic_by_the_actor_s_objective(state: Ready, minibatch: Minibatch, objective: Objective) -> None:
+    _state, _metrics = train_critic(state, minibatch, objective)  # expect: reportArgumentType
+
+
+def actor_by_the_critic_s_objective(
+    state: RuntimeState[Asleep, Stale, OnDevice, OldLogProbs], minibatch: Minibatch, objective: ValueObjective
+) -> None:
+    _state, _metrics = train_step(state, minibatch, objective)  # expect: reportArgumentType
+
+
+def use_taken_for_a_state(state: Ready, rollouts: Rollouts) -> Ready:
+    return use(state, REFERENCE, lambda there: reference_logprobs(there, rollouts))  # expect: reportReturnType
+
+
+def generate_while_a_role_is_used_asleep(state: RuntimeState[Asleep, Fresh, OnDevice, NoOld], prompts: Prompts, sampling: Sampling) -> None:
+    _state, _rollouts = use(state, EMA, lambda there: generate(there, prompts, sampling))  # expect: reportArgumentType
