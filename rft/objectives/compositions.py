@@ -237,7 +237,6 @@ def critic_loss(*, clip: float | None = None, aggregate: Aggregation = token_mea
     `explained_variance` of the returns. Raises `BadInput` for a clip that is not above 0, and in a step whose experience has no
     `returns`, or with a clip no `values`.
 
-    Known as: TRL `cliprange_value`; verl `critic.cliprange_value`; OpenRLHF `--value_clip`.
     Source: Schulman et al., Proximal Policy Optimization Algorithms, https://arxiv.org/abs/1707.06347, equation 9
     """
     _require_functions("critic_loss", aggregate=aggregate)

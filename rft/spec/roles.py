@@ -108,9 +108,11 @@ class Critic:
 
     def build(self, actor: ModelFolder, world: World) -> protocol.Critic:
         """Builds it, sharded, on the device. Collective. Raises `BadInput` for what cannot be loaded, or has another tokenizer."""
+        from rft.trainers.likeness import other_tokens
+
         own = actor if self.model is None else find_model(self.model)
-        if own.tokenizer.get_vocab() != actor.tokenizer.get_vocab():
-            raise BadInput(f"Critic.model {own.path} has another tokenizer than the Actor, and is to read its tokens; take one that has it")
+        if problems := other_tokens(own, actor):
+            raise BadInput(f"Critic.model {own.path} is to read the Actor's tokens, and has others: {'; '.join(problems)}")
         return self.trainer.build_critic(own, world)
 
 
