@@ -111,7 +111,7 @@ def ppo() -> Algorithm:
     """Generalised advantages against values, normalised over the batch; clipped, with an entropy bonus.
 
     For the value of a token stands the mean reward of the other responses to its prompt, the same along a response and, where that was
-    cut off, after it. The values of a critic take its place as they are.
+    cut off, after it. `ppo.py` is PPO with a Critic.
     """
 
     def estimate(state: State, batch: rft.Collected) -> Float32[Tensor, "batch seq"]:
