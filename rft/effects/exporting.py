@@ -1,16 +1,20 @@
-"""The Actor as a folder that others load."""
+"""The Actor, or a frozen model beside it, as a folder that others load."""
 
 from pathlib import Path
 from typing import Any
 
 from rft.effects.runtime import runtime_of
-from rft.errors import BadInput
-from rft.state import RuntimeState
+from rft.errors import BadInput, RoleError
+from rft.state import Role, RuntimeState
 
 
-def export(state: RuntimeState[Any, Any, Any, Any], path: Path) -> Path:
+def export(state: RuntimeState[Any, Any, Any, Any], path: Path, role: Role | None) -> Path:
     """Writes an ordinary Hugging Face folder; rank 0 writes. Raises `BadInput` where something else lies there already."""
+    runtime = runtime_of(state)
+    if role is not None and role not in runtime.beside.frozen:
+        there = ", ".join(map(repr, runtime.beside.frozen)) or "no other model"
+        raise RoleError(f"export(state, {str(path)!r}, role={role!r}): besides the Actor (no role) there is {there} to be exported")
     if path.is_file():
         raise BadInput(f"export(state, {str(path)!r}): there is a file of that name; name a folder")
-    runtime_of(state).trainer.export(path)
+    (runtime.trainer if role is None else runtime.beside.frozen[role]).export(path)
     return path

@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from rft.effects.runtime import Beside, Runtime
 from rft.engines.protocol import Engine
+from rft.errors import BadInput
 from rft.models import ModelFolder, find_model
 from rft.parallel.lockstep import Lockstep
 from rft.parallel.world import World, open_world
 from rft.spec import Critic, LaunchSpec, MovingAverage, Reference, SharedCritic, Where
 from rft.state import ACTOR_OPTIMIZER, CRITIC, CRITIC_OPTIMIZER, EMA, REFERENCE, Placement, Role, Roles, reward_model
-from rft.trainers.protocol import Frozen, Judge, Trainer
+from rft.trainers.protocol import Adapted, Frozen, Judge, Trainer
 
 log = logging.getLogger("rft")
 T = TypeVar("T")
@@ -27,6 +28,7 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
 
     The engine comes first, so that its memory is measured alone; it sleeps before the trainer is built.
     """
+    _require_turns(spec)
     with contextlib.ExitStack() as stack:
         joined = dist.is_initialized()
         world = open_world(spec.tensor_parallel, timeout_s=spec.deadline_s)
@@ -55,6 +57,15 @@ def _engine(spec: LaunchSpec, engine: Any, model: ModelFolder, world: World) -> 
     return engine.build(model, world) if lora is None else engine.build_adapted(model, world, lora)
 
 
+def _require_turns(spec: LaunchSpec) -> None:
+    there = [name for name, wanted in spec.reward_models.items() if wanted.where == "device"]
+    if len(there) > spec.reward_models_on_device:
+        raise BadInput(
+            f"LaunchSpec.reward_models: {', '.join(there)} are to lie on the device, and only {spec.reward_models_on_device} may; leave "
+            "some on the host, or raise LaunchSpec.reward_models_on_device"
+        )
+
+
 def roles(runtime: Runtime) -> Roles:
     """Where everything beside the Actor's weights and the engine lies after launch."""
     spec, beside = runtime.spec, runtime.beside
@@ -75,6 +86,10 @@ def _beside(
     """The models beside the Actor, one after the other; each goes to the host at once if that is where it is to lie."""
     frozen, judges, by_actor = dict[Role, Frozen](), dict[Role, Judge](), set[Role]()
     for role, wanted in _frozen(spec).items():
+        if isinstance(wanted, Reference) and isinstance(trainer, Adapted):
+            frozen[role] = _built(lockstep, partial(wanted.base_of, trainer))
+            by_actor |= {role}
+            continue
         frozen[role] = _built(lockstep, partial(wanted.build, model, world))
         _settled(frozen[role], wanted.where, stack)
     for name, wanted in spec.reward_models.items():

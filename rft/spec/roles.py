@@ -50,6 +50,12 @@ class Reference(FrozenSpec):
 
         return build(self, actor, world)
 
+    def base_of(self, actor: protocol.Adapted) -> protocol.Frozen:
+        """That of an Actor with LoRA. Raises `BadInput` where `model`, `shards` or `where` are given."""
+        from rft.trainers.frozen import base_of
+
+        return base_of(self, actor)
+
 
 @dc.dataclass(frozen=True, kw_only=True)
 class MovingAverage(FrozenSpec):

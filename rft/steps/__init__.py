@@ -332,6 +332,10 @@ def over_ranks(state: RuntimeState[Any, Any, Any, Any], function: Callable[..., 
 
 
 @observation
-def export(state: RuntimeState[Any, Any, Any, Any], path: Path, /) -> Path:
-    """Writes the Actor as an ordinary Hugging Face folder with its tokenizer, sharded weights gathered; rank 0 writes."""
-    return exporting.export(state, path)
+def export(state: RuntimeState[Any, Any, Any, Any], path: Path, /, *, role: Role | None = None) -> Path:
+    """Writes the Actor as an ordinary Hugging Face folder with its tokenizer, sharded weights gathered; rank 0 writes.
+
+    With `role=EMA` it is the moving average, on the host too. Raises `RoleError` for a role that is no such model, `BadInput` where it
+    cannot be written.
+    """
+    return exporting.export(state, path, role)

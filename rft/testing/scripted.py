@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-from rft.effects.runtime import Runtime, runtime_of
+from rft.effects.launching import roles
+from rft.effects.runtime import Beside, Runtime, runtime_of
 from rft.engines.faults import Faults
 from rft.engines.scripted import VOCABULARY, ScriptedEngine
 from rft.experience import Minibatch, Prompts, Rollouts, experience, take
@@ -15,9 +16,24 @@ from rft.ledger import beginning
 from rft.models import ModelFolder
 from rft.parallel.lockstep import Lockstep
 from rft.parallel.world import World
-from rft.spec import LaunchSpec
-from rft.state import ACTOR_OPTIMIZER, Asleep, NoOld, OnDevice, Placement, Roles, RuntimeState, Stale, first_state
+from rft.spec import Critic, LaunchSpec, MovingAverage, Reference, RewardModel, SharedCritic
+from rft.state import (
+    ACTOR_OPTIMIZER,
+    CRITIC,
+    CRITIC_OPTIMIZER,
+    EMA,
+    REFERENCE,
+    Asleep,
+    NoOld,
+    OnDevice,
+    Role,
+    RuntimeState,
+    Stale,
+    first_state,
+    reward_model,
+)
 from rft.trainers.scripted import ScriptedTrainer
+from rft.trainers.scripted_roles import ScriptedCritic, ScriptedFrozen, ScriptedJudge, ScriptedRole
 
 
 @dc.dataclass(frozen=True)
@@ -27,6 +43,14 @@ class ScriptedDevices:
     engine: ScriptedEngine | None
     trainer: ScriptedTrainer
     faults: Faults
+    beside: Beside
+
+
+Company = Literal["own", "by actor"]
+"""Who is beside a scripted Actor: a Reference, a moving average (decay 0.25), a Critic, and reward models called "kind" and "brief".
+
+own: each is a model of its own, on the host after launch. by actor: so are all but Reference and Critic, which the Actor computes.
+"""
 
 
 @beginning
@@ -39,19 +63,20 @@ def scripted_launch(
     seed: int = 0,
     world: World | None = None,
     deadline_s: float = 60.0,
+    beside: Company | None = None,
 ) -> Generator[RuntimeState[Asleep, Stale, OnDevice, NoOld]]:
     """Like `launch`, in no time: scripted devices of `device_bytes` each, and one rank without process groups unless given a `world`."""
     faults, world = Faults(), world or _alone()
-    trainer = ScriptedTrainer(faults)
     runtime = Runtime(
-        spec=LaunchSpec(model="scripted", engine=None, seed=seed, device_bytes=device_bytes, probe_every=probe_every),
+        spec=LaunchSpec(model="scripted", engine=None, seed=seed, device_bytes=device_bytes, probe_every=probe_every, **_asked_for(beside)),
         model=ModelFolder(Path("scripted"), None, _Tokenizer()),
         world=world,
-        trainer=trainer,
+        trainer=ScriptedTrainer(faults),
         engine=ScriptedEngine(faults, keeps=keeps) if engine else None,
         lockstep=Lockstep(world, deadline_s),
+        beside=Beside() if beside is None else _beside(faults, beside),
     )
-    yield first_state(runtime, Roles((Placement(ACTOR_OPTIMIZER, "device", trainer.bytes("optimizer")),)))
+    yield first_state(runtime, roles(runtime))
 
 
 def scripted_devices(state: RuntimeState[Any, Any, Any, Any]) -> ScriptedDevices:
@@ -60,7 +85,7 @@ def scripted_devices(state: RuntimeState[Any, Any, Any, Any]) -> ScriptedDevices
     trainer, engine = runtime.trainer, runtime.engine if runtime.has_engine else None
     assert isinstance(trainer, ScriptedTrainer)
     assert engine is None or isinstance(engine, ScriptedEngine)
-    return ScriptedDevices(engine, trainer, trainer.faults)
+    return ScriptedDevices(engine, trainer, trainer.faults, runtime.beside)
 
 
 def scripted_snapshot(state: RuntimeState[Any, Any, Any, Any]) -> object:
@@ -68,7 +93,27 @@ def scripted_snapshot(state: RuntimeState[Any, Any, Any, Any]) -> object:
     devices = scripted_devices(state)
     engine, trainer = devices.engine, devices.trainer
     held = None if engine is None else (engine.awake, engine.mapped, _values(engine.weights or {}), dict(engine.prefixes))
-    return held, _values(trainer.weights), trainer.moments.tolist(), dict(trainer.on_device)
+    return held, _values(trainer.weights), trainer.moments.tolist(), dict(trainer.on_device), scripted_roles(state), _learnt(devices.beside)
+
+
+def scripted_roles(state: RuntimeState[Any, Any, Any, Any]) -> dict[Role, bool]:
+    """Whether each role is really on the scripted device, those apart that have no memory of their own."""
+    devices = scripted_devices(state)
+    beside, found = devices.beside, {ACTOR_OPTIMIZER: devices.trainer.on_device["optimizer"]}
+    for role, model in [*beside.frozen.items(), *beside.judges.items()]:
+        assert isinstance(model, ScriptedRole)
+        found |= {role: model.on_device} if model.bytes else {}
+    if beside.critic is not None:
+        parts = _critic(beside).parts
+        found |= {CRITIC: parts["model"].on_device, CRITIC_OPTIMIZER: parts["optimizer"].on_device}
+    return found
+
+
+def scripted_average(state: RuntimeState[Any, Any, Any, Any]) -> ScriptedFrozen:
+    """The moving average behind a state of `scripted_launch`."""
+    average = scripted_devices(state).beside.frozen[EMA]
+    assert isinstance(average, ScriptedFrozen)
+    return average
 
 
 def scripted_prompts(count: int = 2, *, epoch: int = 0) -> Prompts:
@@ -85,6 +130,43 @@ def scripted_minibatch(rollouts: Rollouts) -> Minibatch:
     """All rows of `rollouts`, with a reward and an advantage of 1 each."""
     ones = torch.ones(len(rollouts))
     return take(experience(rollouts, ones, torch.ones(rollouts.tokens.shape) * rollouts.sampled), torch.arange(len(rollouts)))
+
+
+def _asked_for(company: Company | None) -> dict[str, Any]:
+    """What a launch would have been told of them."""
+    if company is None:
+        return {}
+    judges = {"kind": RewardModel(model="kind"), "brief": RewardModel(model="brief")}
+    critic = Critic() if company == "own" else SharedCritic()
+    return {"reference": Reference(), "ema": MovingAverage(decay=0.25), "critic": critic, "reward_models": judges}
+
+
+def _beside(faults: Faults, company: Company) -> Beside:
+    own = company == "own"
+    made = Beside(
+        frozen={REFERENCE: ScriptedFrozen(faults, 64 * own), EMA: ScriptedFrozen(faults)},
+        judges={reward_model("kind"): ScriptedJudge(faults), reward_model("brief"): ScriptedJudge(faults)},
+        critic=ScriptedCritic(faults),
+        by_actor=frozenset() if own else frozenset({REFERENCE, CRITIC}),
+    )
+    for role, model in [*made.frozen.items(), *made.judges.items()]:
+        if role not in made.by_actor:
+            model.offload()
+    if own:
+        made.own_critic.offload("model")
+        made.own_critic.offload("optimizer")
+    return made
+
+
+def _critic(beside: Beside) -> ScriptedCritic:
+    assert isinstance(beside.critic, ScriptedCritic)
+    return beside.critic
+
+
+def _learnt(beside: Beside) -> object:
+    average = beside.frozen.get(EMA)
+    weights = _values(average.weights) if isinstance(average, ScriptedFrozen) else None
+    return weights, None if beside.critic is None else _critic(beside).steps.item()
 
 
 def _values(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:

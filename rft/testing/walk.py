@@ -44,10 +44,18 @@ from rft.engines.scripted import scripted_logprob
 from rft.errors import ConsumedState, EngineFailed, EnginePoisoned, IllegalStep, RftError, RuntimeClosed, RuntimePoisoned
 from rft.experience import Rollouts
 from rft.ledger import joint_of, legal, route
-from rft.state import ACTOR_OPTIMIZER, AXES, Awake, BatchId, NoOld, OldLogProbs, OnDevice, RuntimeState
+from rft.state import AXES, EMA, Awake, BatchId, NoOld, OldLogProbs, OnDevice, RuntimeState
 from rft.steps import broadcast, generate, wake
 from rft.testing.calls import LIBRARY, SAMPLING, Arguments, Call, State
-from rft.testing.scripted import scripted_devices, scripted_launch, scripted_prompts, scripted_snapshot
+from rft.testing.scripted import (
+    Company,
+    scripted_average,
+    scripted_devices,
+    scripted_launch,
+    scripted_prompts,
+    scripted_roles,
+    scripted_snapshot,
+)
 
 Disguise = Callable[[State], State]
 
@@ -79,6 +87,7 @@ LAUNCHES: tuple[dict[str, Any], ...] = (
 
 disguises = st.sampled_from(["itself"] * 8 + list(DISGUISES)[1:])
 launches = st.sampled_from(LAUNCHES)
+companies = st.sampled_from((None, "own", "own", "by actor"))
 # Most steps reach one verb or two, a broadcast a dozen.
 fault_points = st.sampled_from([*[None] * 12, *[0] * 6, *[1] * 4, 2, 2, *range(3, 12)])
 picks = st.integers(min_value=0, max_value=59)
@@ -99,10 +108,13 @@ class RuntimeWalk(RuleBasedStateMachine):
         self._rollouts = [_foreign_rollouts()]
         self._living: State
         self._poison: str | None = None
+        self._company: Company | None = None
+        self._average = 0.0
 
-    @initialize(abilities=launches)
-    def begin(self, abilities: dict[str, Any]) -> None:
-        """Opens the first launch."""
+    @initialize(abilities=launches, beside=companies)
+    def begin(self, abilities: dict[str, Any], beside: Company | None) -> None:
+        """Opens the first launch; later ones have the same company, so that they can go on from each other's checkpoints."""
+        self._company = beside
         self._launch(abilities)
 
     @rule(which=numbers, call=numbers, disguise=disguises, pick=picks, fault=fault_points)
@@ -176,7 +188,10 @@ class RuntimeWalk(RuleBasedStateMachine):
         trainer = devices.trainer
         assert _every_value(trainer.weights, state.version)
         assert trainer.on_device["model"] == (type(state.actor) is OnDevice)
-        assert trainer.on_device["optimizer"] == (state.roles.of(ACTOR_OPTIMIZER).where == "device")
+        for role, there in scripted_roles(state).items():
+            assert (state.roles.of(role).where == "device") == there, role
+        if self._company is not None:
+            assert _every_value(scripted_average(state).weights, self._average)
         if devices.engine is not None:
             assert devices.engine.awake == (type(state.engine) is Awake)
             assert _every_value(devices.engine.weights, state.weights.version)
@@ -200,8 +215,8 @@ class RuntimeWalk(RuleBasedStateMachine):
 
     def _launch(self, abilities: dict[str, Any]) -> None:
         self._launches.close()
-        self._poison = None
-        self._remember(self._launches.enter_context(scripted_launch(**abilities)))
+        self._poison, self._average = None, 0.0
+        self._remember(self._launches.enter_context(scripted_launch(**abilities, beside=self._company)))
 
     def _remember(self, state: State) -> None:
         self._living = state
@@ -222,7 +237,7 @@ class RuntimeWalk(RuleBasedStateMachine):
             assert not expected, f"{call.edge.name} was taken, and should have raised one of {expected}"
             assert not faults.fired(), f"{call.edge.name} hid a failure"
             self.tally[call.edge.name, "taken"] += 1
-            self._succeeded(call, result)
+            self._succeeded(call, arguments, result)
         finally:
             faults.arm(None)
 
@@ -268,8 +283,11 @@ class RuntimeWalk(RuleBasedStateMachine):
             assert isinstance(error, RuntimePoisoned), error
             self._poison = "runtime"
 
-    def _succeeded(self, call: Call, result: Any) -> None:
+    def _succeeded(self, call: Call, arguments: Arguments, result: Any) -> None:
         if call.edge.kind == "observation":
+            if call.step.__name__ == "reference_logprobs":
+                version = self._average if arguments[1]["role"] == EMA else 0
+                assert torch.equal(result, _exact(arguments[0][0], version))
             if isinstance(result, Rollouts):
                 assert result.versions[result.sampled].unique().tolist() in ([self._living.weights.version], [])
                 assert torch.equal(result.logprobs, _exact(result, self._living.weights.version))
@@ -284,7 +302,17 @@ class RuntimeWalk(RuleBasedStateMachine):
             self._check_count(call, self._living, follower.old)
         if call.edge.kind in ("recovery", "restoration"):
             self._poison = None
+        self._follow_average(call, follower)
         self._remember(follower)
+
+    def _follow_average(self, call: Call, follower: State) -> None:
+        """What the moving average must be now; after `restore`, and in a new launch, that is looked up."""
+        if self._company is None:
+            return
+        if call.step.__name__ == "update_ema":
+            self._average = (0.25 * torch.tensor(self._average) + 0.75 * torch.tensor(float(follower.version))).item()
+        elif call.edge.kind == "restoration":
+            self._average = scripted_average(follower).weights["head"].item()
 
     def _check_count(self, call: Call, before: State, old: OldLogProbs) -> None:
         """Old log-probs are born with the version of their state, and count the steps that were taken on them."""
@@ -325,12 +353,12 @@ def _snapshot(state: State) -> object:
     return joint_of(state), state.engine, state.weights, state.actor, state.roles, state.version, state.generation, leaves
 
 
-def _every_value(tensors: dict[str, torch.Tensor] | None, expected: int | None) -> bool:
+def _every_value(tensors: dict[str, torch.Tensor] | None, expected: float | None) -> bool:
     """Whether scripted weights are those of a version; None: that there are none."""
     return (tensors is None) == (expected is None) and all(bool((tensor == expected).all()) for tensor in (tensors or {}).values())
 
 
-def _exact(rollouts: Rollouts, version: int) -> torch.Tensor:
+def _exact(rollouts: Rollouts, version: float) -> torch.Tensor:
     """The log-probs of sampled tokens under the scripted weights of a version, which are `version` three times."""
     values = torch.zeros(rollouts.tokens.shape)
     for row, column in rollouts.sampled.nonzero().tolist():

@@ -5,6 +5,7 @@ and have neither masters nor moments. While one is on the host its storages are 
 of the largest.
 """
 
+import dataclasses as dc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from rft.trainers.likeness import differences
 from rft.trainers.loading import on_rank_0
 from rft.trainers.microbatches import gather
 from rft.trainers.passes import passes
-from rft.trainers.protocol import Frozen
+from rft.trainers.protocol import Adapted, Frozen
 from rft.trainers.scorer import bare_scorer, scorer
 from rft.trainers.sharded import Sharded
 
@@ -39,6 +40,17 @@ def build(spec: Reference | MovingAverage, actor: ModelFolder, world: World) -> 
         lambda layout: bare_scorer(hugging_face.empty(folder, checkpointing=False), layout),
     )
     return FrozenPolicy(root, spec, folder, world)
+
+
+def base_of(spec: Reference, actor: Adapted) -> Frozen:
+    """The Reference of an Actor with LoRA: what that computes without its adapter. Raises `BadInput` for a place or a model of its own."""
+    asked = [f.name for f in dc.fields(spec) if f.name in ("model", "shards", "where") and getattr(spec, f.name) != f.default]
+    if asked:
+        raise BadInput(
+            f"with LoRA the Reference is the Actor's base model, and is where the Actor is; leave out {', '.join(asked)} of Reference(…), "
+            "or train without LoRA"
+        )
+    return BaseOfActor(actor)
 
 
 class Still:
@@ -120,6 +132,54 @@ class FrozenPolicy(Still):
 
     def _slices(self) -> dict[str, Tensor]:
         return {name: part for name, (_, part) in self.held.sliced().items()}
+
+
+class BaseOfActor:
+    """See `Frozen`. It has no memory of its own, and is wherever the Actor is."""
+
+    bytes = 0
+
+    def __init__(self, actor: Adapted) -> None:
+        self._actor = actor
+
+    def logprobs(
+        self,
+        tokens: Int64[Tensor, "batch seq"],
+        mask: Bool[Tensor, "batch seq"],
+        wanted: Bool[Tensor, "batch seq"],
+        temperature: float,
+    ) -> Float32[Tensor, "batch seq"]:
+        """See `Frozen`."""
+        return self._actor.base_logprobs(tokens, mask, wanted, temperature)
+
+    def offload(self) -> None:
+        """Raises `RoleError`, as do the others: there is nothing to move, to train or to write."""
+        raise RoleError("the base of an Actor with LoRA is moved with it, by offload_actor and reload_actor")
+
+    def reload(self) -> None:
+        """See `offload`."""
+        self.offload()
+
+    def mix(self, weights: Iterator[tuple[str, Tensor]], share: float) -> None:
+        """See `offload`."""
+        del weights, share
+        raise RoleError("the base of an Actor with LoRA is never changed")
+
+    def export(self, path: Path) -> None:
+        """See `offload`."""
+        del path
+        raise RoleError("the base of an Actor with LoRA is LaunchSpec.model as it was; export the Actor, or take that")
+
+    def saved(self) -> dict[str, Tensor]:
+        """See `Saved`: nothing of its own."""
+        return {}
+
+    def install(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Saved`."""
+        assert not tensors
+
+    def close(self) -> None:
+        """See `Frozen`: the Actor is closed by whoever has it."""
 
 
 def on_every_rank(world: World, look: Callable[[], T]) -> T:

@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import rft
 import rft.steps
-from rft.effects import checkpoint, placement, rollout, scoring, sync, training
+from rft.effects import beside, checkpoint, placement, rollout, scoring, sync, training
 from rft.ledger import TABLE
 from rft.testing import LIBRARY, Call, scripted_launch, walk
 
@@ -177,6 +177,9 @@ EFFECTS: dict[str, tuple[types.ModuleType, str, str]] = {
         'with runtime.ledger.irreversible("runtime"), runtime.lockstep.agreement():',
         "with runtime.lockstep.agreement():",
     ),
+    "an average that is mixed the wrong way round": (beside, "1 - spec.decay", "spec.decay"),
+    "two reward models on the device": (placement, "len(there) >= most", "False"),
+    "a reference by an Actor that is away": (beside, "if role in runtime_of(state).beside.by_actor and", "if False and"),
     "a mini-batch of any batch": (scoring, "if batch not in known and batch != DEMONSTRATIONS]", "if False]"),
 }
 # fmt: on
