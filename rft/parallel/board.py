@@ -24,7 +24,7 @@ from rft.parallel.world import World, under_torchrun
 
 TELL_S = 1.0
 """How often a rank tells what it is doing."""
-SILENCE_S = 10.0
+SILENCE_S = 30.0
 """The least time after which a rank that tells nothing counts as gone; the deadline, if that is longer."""
 HOST = socket.gethostname()
 
@@ -78,10 +78,10 @@ class Board:
         return Word(**json.loads(self.store.get(key))) if self.store.check([key]) else None
 
     def give_up(self, why: str) -> None:
-        """Tells all ranks that they are to end, and why."""
+        """Tells all ranks that they are to end, and why; the first reason stays."""
         self._here.given_up(why)
         with contextlib.suppress(dist.DistError):  # the others see for themselves that the store is gone
-            self.store.set(self._key("given up"), f"rank {self._rank} gave the others up: {why}")
+            _ = self.store.compare_set(self._key("given up"), "", f"rank {self._rank} gave the others up: {why}")
 
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:

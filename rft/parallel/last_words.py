@@ -36,21 +36,28 @@ def never() -> str | None:
     """Nothing but a signal ends the process."""
 
 
+def silently(why: str) -> None:
+    """Nobody else is to know."""
+
+
 @contextlib.contextmanager
-def last_words(words: Callable[[], str], overdue: Callable[[], str | None] = never) -> Generator[None]:
+def last_words(
+    words: Callable[[], str], overdue: Callable[[], str | None] = never, parting: Callable[[str], None] = silently
+) -> Generator[None]:
     """While it is open, SIGTERM prints `words()` to stderr and ends the process at once, with status 143.
 
     SIGUSR1 prints them too, with this process's stacks, and ends nothing.
 
     SIGINT does what it did before, which is to raise `KeyboardInterrupt`; but where it cannot for `GRACE_S`, since the main thread is
     inside a call that waits for other ranks, it ends the process in the same way, with status 130. When `overdue` gives a reason, the
-    process ends with status 1, the reason and the words. Outside the main thread, where Python allows no handlers, that is all.
+    process ends with status 1, the reason and the words. `parting` is given the reason before the process ends. Outside the main
+    thread, where Python allows no handlers, signals are left alone.
     """
     listening, waking = socket.socketpair()
     waking.setblocking(False)
     listening.settimeout(LOOK_S)
     heard = threading.Event()
-    listener = threading.Thread(target=_listen, args=(listening, words, overdue, heard), daemon=True, name=NAME)
+    listener = threading.Thread(target=_listen, args=(listening, words, overdue, parting, heard), daemon=True, name=NAME)
     listener.start()
     main = threading.current_thread() is threading.main_thread()
     try:
@@ -91,17 +98,28 @@ def _hearing(heard: threading.Event, handler: Handler) -> Handler:
     return hear
 
 
-def _listen(listening: socket.socket, words: Callable[[], str], overdue: Callable[[], str | None], heard: threading.Event) -> None:
+def _listen(
+    listening: socket.socket,
+    words: Callable[[], str],
+    overdue: Callable[[], str | None],
+    parting: Callable[[str], None],
+    heard: threading.Event,
+) -> None:
+    def end(what: str, status: int) -> None:
+        say(f"{what}; where the ranks were:\n{_spoken(words)}")
+        _ = _spoken(lambda: str(parting(what)))
+        os._exit(status)
+
     with listening:
         while received := _received(listening):
             if signal.SIGTERM in received:
-                _end("ended by SIGTERM", words, 128 + signal.SIGTERM)
+                end("ended by SIGTERM", 128 + signal.SIGTERM)
             if signal.SIGINT in received and not heard.wait(GRACE_S):
-                _end("ended by SIGINT", words, 128 + signal.SIGINT)
+                end("ended by SIGINT", 128 + signal.SIGINT)
             if signal.SIGUSR1 in received:
                 say(f"asked by SIGUSR1 where the ranks are:\n{_spoken(words)}\n{_stacks()}")
             if (why := overdue()) is not None:
-                _end(f"ended, since {why}", words, 1)
+                end(f"ended, since {why}", 1)
 
 
 def _received(listening: socket.socket) -> bytes:
@@ -110,11 +128,6 @@ def _received(listening: socket.socket) -> bytes:
         return listening.recv(64)
     except TimeoutError:
         return b"\0"
-
-
-def _end(what: str, words: Callable[[], str], status: int) -> None:
-    say(f"{what}; where the ranks were:\n{_spoken(words)}")
-    os._exit(status)
 
 
 def say(text: str) -> None:

@@ -53,7 +53,7 @@ class Lockstep:
             with last_words(self.table):
                 yield
         else:
-            with self._board.kept(), last_words(self.table, self._here.overdue):
+            with self._board.kept(), last_words(self.table, self._here.overdue, self._board.give_up):
                 yield
 
     def meet(self, step: str, generation: int) -> None:
