@@ -12,7 +12,7 @@ from rft.rewards.scoring import RewardFailure, Rewards
 
 def rewards(values: list[float], *failed: int) -> Rewards:
     """Where a row failed its value is 0."""
-    valid = torch.tensor([row not in failed for row in range(len(values))])
+    valid = torch.tensor([row not in failed for row in range(len(values))], dtype=torch.bool)
     failures = tuple(RewardFailure(row=row, kind="raised", message=f"of {values}") for row in failed)
     return Rewards(values=torch.where(valid, torch.tensor(values), 0.0), valid=valid, failures=failures)
 
