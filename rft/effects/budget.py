@@ -16,6 +16,7 @@ from torch import Tensor
 from rft.effects.runtime import Runtime, runtime_of
 from rft.errors import DoesNotFit
 from rft.memory import needs
+from rft.memory.plan import PROBE
 from rft.memory.steps import streamed
 from rft.state import CRITIC, EMA, REFERENCE, Awake, OnDevice, Role, RuntimeState, reward_model
 
@@ -71,6 +72,14 @@ def needed_to_score(state: RuntimeState[Any, Any, Any, Any], *masks: Tensor, rol
     frozen = {REFERENCE: launch.reference, EMA: launch.ema, **{reward_model(n): spec for n, spec in launch.reward_models.items()}}
     spec = frozen.get(role)
     return {} if spec is None or role in runtime.beside.by_actor else needs.to_ask(spec, config, work, ranks)
+
+
+def needed_to_probe(state: RuntimeState[Any, Any, Any, Any]) -> Mapping[str, int]:
+    """What the Actor takes as it is compared with an engine that wakes: with `keep_gathered` all of it in full."""
+    runtime = runtime_of(state)
+    if type(state.actor) is not OnDevice or not runtime.spec.probe_every:
+        return {}
+    return needed_to_score(state, torch.ones(1, PROBE, dtype=torch.bool))
 
 
 def needed_to_train(state: RuntimeState[Any, Any, Any, Any], mask: Tensor, *, role: Role | None = None) -> Mapping[str, int]:

@@ -9,14 +9,17 @@ from rft.memory.outline import Blueprint, outline
 from rft.memory.sharding import itemsize
 from rft.spec import EngineSpec, TransformersEngine, VLLMEngine
 
-CAPTURED_SIZES = 51
-"""Batch sizes that vLLM captures a CUDA graph for, at its default of up to 512 rows."""
-GRAPH_BASE, GRAPH_LAYER = 200 << 20, 6 << 20
-"""What all of them take, and each layer of the model; see the benchmarks for what was measured."""
+VLLM_LIBRARIES = 2330 << 20
+"""What vLLM's kernels and libraries take of the card outside of every allocator, asleep or awake: as measured on an H200 with a 0.5B and
+a 7B model, with CUDA graphs and (less exactly) without."""
+VLLM_BUFFERS, VLLM_GRAPHS = 256 << 20, 64 << 20
+"""Its buffers, and its CUDA graphs, which share their memory: what was measured of both together is split by guess."""
+MAPPED = 300 << 20
+"""What mapping weights and cache takes beside them, since every piece begins on a page of its own."""
 SAMPLER = 5
 """Tensors of [row, vocab] in fp32 that sampling with log-probs has at once."""
 PROFILED_TOKENS = 16384
-"""Tokens of the pass that vLLM tries itself on at its start, on a card of the H200's size."""
+"""Tokens that vLLM computes together at most, by its own default on a card of the H200's size."""
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,11 @@ class EngineHolds:
     weights: int
     cache: int
     graphs: int
-    """For good, asleep or awake."""
+    """CUDA graphs and buffers, for good, asleep or awake."""
+    libraries: int
+    """Outside of every allocator, for good."""
+    mapped: int
+    """Beside weights and cache, while they are mapped."""
     generating: int
     """While it generates."""
     keeps: str | None
@@ -47,13 +54,16 @@ def engine_holds(spec: EngineSpec, of: Blueprint, tensor_parallel: int, *, rows:
 
 def _vllm(spec: VLLMEngine, of: Blueprint, tensor_parallel: int) -> EngineHolds:
     own, config = itemsize(spec.dtype), of.config.get_text_config()
-    widest = 2 * config.intermediate_size + config.intermediate_size + 2 * config.hidden_size
-    activations_of_profile = PROFILED_TOKENS * own * widest // tensor_parallel
+    widest = 3 * config.intermediate_size + 2 * config.hidden_size
+    prefill = PROFILED_TOKENS * own * widest // tensor_parallel
+    buffers = VLLM_BUFFERS + PROFILED_TOKENS * own * int(config.hidden_size)
     return EngineHolds(
         weights=own * sum(_vllm_part(shape, tensor_parallel) for shape in outline(of).shapes),
         cache=spec.cache_bytes,
-        graphs=0 if spec.eager else GRAPH_BASE + GRAPH_LAYER * int(config.num_hidden_layers),
-        generating=max(activations_of_profile, SAMPLER * 4 * spec.max_rows * int(config.vocab_size)),
+        graphs=buffers + (0 if spec.eager else VLLM_GRAPHS),
+        libraries=VLLM_LIBRARIES,
+        mapped=MAPPED,
+        generating=max(prefill, SAMPLER * 4 * spec.max_rows * int(config.vocab_size)),
         keeps="host",
     )
 
@@ -76,6 +86,8 @@ def _transformers(spec: TransformersEngine, of: Blueprint, *, rows: int, longest
         weights=own * outline(of).parameters,
         cache=layer * int(config.num_hidden_layers),
         graphs=0,
+        libraries=0,
+        mapped=0,
         generating=max(activations(of, prompts).scoring, growing + sampling),
         keeps="device",
     )

@@ -12,16 +12,19 @@ from rft.memory.engines import EngineHolds
 from rft.memory.outline import Blueprint, Outline, outline
 from rft.memory.setting import Setting
 from rft.memory.sharding import FP32, Held, itemsize
-from rft.memory.steps import Rows, scoring, streamed, training
+from rft.memory.steps import Rows, Work, scoring, streamed, training
 from rft.spec import DeepSpeedTrainer, SharedCritic
 from rft.spec.training import Training
 
-CONTEXT = 600 << 20
-"""What the driver, loaded kernels and the libraries' handles take of a card before anything is put there; measured on an H200."""
+CONTEXT = 1400 << 20
+"""What the driver, loaded kernels and the workspaces of libraries take of a card; measured on an H200, once all phases had run."""
 GROUPS = 400 << 20
 """What NCCL's buffers take beside, where there are several ranks. Not measured."""
-KEPT = 0.03
-"""Share of what a pass makes that the allocator holds beside it, in pieces that nothing fits; measured on an H200."""
+KEPT, KEPT_SHARE = 512 << 20, 0.15
+"""What the allocator keeps beside what is in use: pieces that nothing fits, at rest, and a share of what comes and goes. As measured on
+an H200 with room to spare; where there is none, the allocator gives back what it can."""
+PROBE = 32
+"""Tokens that the Actor scores as the engine wakes."""
 PASSING = ("gathered weights", "gradients", "activations", "experience")
 """Rows that come and go within a phase."""
 
@@ -37,6 +40,11 @@ class Phase:
     def total(self) -> int:
         """All rows."""
         return sum(self.rows.values())
+
+    @property
+    def used(self) -> int:
+        """All but what the allocator keeps beside."""
+        return self.total - self.rows["kept by the allocator"]
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -65,9 +73,9 @@ class Plan:
         """Whether the fullest phase fits the device, and what is pinned the host."""
         return self.peak.total <= self.device_bytes and (self.host_bytes is None or self.pinned <= self.host_bytes)
 
-    def peaks(self) -> dict[str, int]:
-        """The total of each phase by its name, as a run's telemetry takes it."""
-        return {phase.name: phase.total for phase in self.phases}
+    def peaks(self) -> dict[str, tuple[int, int]]:
+        """Of each phase by its name, as a run's telemetry takes it: bytes in use, and with what the allocator keeps beside."""
+        return {phase.name: (phase.used, phase.total) for phase in self.phases}
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -122,9 +130,10 @@ def _phases(cast: _Cast) -> dict[str, list[Rows]]:
     if cast.engine is not None:
         bucket = {"sync bucket": sync_bucket(outline(cast.actor), trainer, ranks)}
         weights = {"engine weights": cast.engine.weights}
-        awake = {**weights, "cache": cast.engine.cache, "activations": cast.engine.generating}
-        phases["broadcast"] = [{**_there(cast, "broadcast"), **weights, **bucket}]
-        phases["generate"] = [{**_there(cast, "generate"), **awake}]
+        awake = {**weights, "cache": cast.engine.cache}
+        phases["broadcast"] = [{**_there(cast, "broadcast", mapped=cast.engine.mapped), **weights, **bucket}]
+        there = {**_there(cast, "generate", mapped=cast.engine.mapped), **awake}
+        phases["generate"] = [{**there, "activations": cast.engine.generating}, {**there, **_probe(cast)}]
     phases["old log-probs"] = [{**_there(cast, "old log-probs"), **scoring(cast.actor, trainer, setting.work(), ranks)}]
     for name in ("reference", "critic"):
         if name in cast.frozen:
@@ -142,17 +151,26 @@ def _phases(cast: _Cast) -> dict[str, list[Rows]]:
 USES_ACTOR = ("broadcast", "old log-probs", "train", "ema")
 
 
-def _there(cast: _Cast, phase: str) -> dict[str, int]:
-    """What is on the device whatever the phase computes."""
+def _probe(cast: _Cast) -> Rows:
+    """What the Actor takes as it is compared with the engine that wakes: of a long one with `keep_gathered`, all of it in full."""
+    setting, few = cast.setting, Work(tokens=PROBE, wanted=PROBE, longest=PROBE)
+    if not setting.launch.probe_every or setting.schedule.offload_actor:
+        return {}
+    return scoring(cast.actor, roles.trainer_of(setting.launch), few, setting.world_size)
+
+
+def _there(cast: _Cast, phase: str, *, mapped: int = 0) -> dict[str, int]:
+    """What is on the device whatever the phase computes; `mapped` is what an engine's pages take beside what is in them."""
     schedule = cast.setting.schedule
-    there = {"context": CONTEXT + (GROUPS if cast.setting.world_size > 1 else 0)}
+    libraries = 0 if cast.engine is None else cast.engine.libraries
+    there = {"context": CONTEXT + libraries + mapped + (GROUPS if cast.setting.world_size > 1 else 0)}
     reads = phase == "critic" and isinstance(cast.setting.launch.critic, SharedCritic)
     if phase in USES_ACTOR or reads or not schedule.offload_actor:
         there["actor weights"] = cast.held.weights
     if phase == "train" or not schedule.offload_optimizer:
         there["optimizer"] = cast.held.optimizer
     if cast.engine is not None:
-        there["CUDA graphs"] = cast.engine.graphs
+        there["CUDA graphs, buffers"] = cast.engine.graphs
         if schedule.keep_engine_weights and cast.engine.keeps == "device":
             there["engine weights"] = cast.engine.weights
     for model in (*cast.frozen.values(), *cast.rewards.values()):
@@ -177,7 +195,7 @@ def _size(model: roles.Model) -> int:
 def _fullest(moments: list[Rows]) -> Rows:
     """The fullest of them, with what the allocator keeps beside; rows of nothing are left out."""
     fullest = max(moments, key=lambda rows: sum(rows.values()))
-    kept = int(KEPT * sum(fullest.get(name, 0) for name in PASSING))
+    kept = KEPT + int(KEPT_SHARE * sum(fullest.get(name, 0) for name in PASSING))
     return {name: size for name, size in {**fullest, "kept by the allocator": kept}.items() if size}
 
 

@@ -7,8 +7,9 @@ from rft.memory.plan import Plan
 
 GIB = 1 << 30
 ORDER = (
-    "actor weights", "engine weights", "reference weights", "critic weights", "ema weights", "gathered weights", "cache", "CUDA graphs",
-    "optimizer", "critic optimizer", "gradients", "activations", "experience", "sync bucket", "kept by the allocator", "context",
+    "actor weights", "engine weights", "reference weights", "critic weights", "ema weights", "gathered weights", "cache",
+    "CUDA graphs, buffers", "optimizer", "critic optimizer", "gradients", "activations", "experience", "sync bucket",
+    "kept by the allocator", "context",
 )  # fmt: skip
 
 

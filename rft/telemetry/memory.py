@@ -34,31 +34,36 @@ class PeakMeter:
     """Measures between `begin` and `end`; on a machine without CUDA there is nothing to measure.
 
     The driver knows what is used now, and the allocator what was the most; memory that an engine has unmapped is still counted by the
-    allocator and not by the driver, so the two are put together where they were both looked at: at the beginning and at the end.
+    allocator and not by the driver, so the two are put together where both were looked at: at the beginning and at the end.
     """
 
     def __init__(self) -> None:
-        self._before: Peak | None = None
+        self._outside: int | None = None
 
     def begin(self) -> None:
         """A step begins."""
-        self._before = None
+        self._outside = None
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
-            self._before = self._peak()
+            self._begun = Peak(*self._now())
+            self._outside = self._begun.kept - torch.cuda.memory_reserved()
 
     def end(self) -> Peak | None:
         """The most since `begin`; None where nothing was measured."""
-        if self._before is None:
+        if self._outside is None:
             return None
-        before, after = self._before, self._peak()
-        return Peak(used=max(before.used, after.used), kept=max(before.kept, after.kept))
+        used, kept = self._now()
+        outside = kept - torch.cuda.memory_reserved()
+        # An engine that wakes takes what the allocator may have had before: of what was kept then, only what is sure counts.
+        most = torch.cuda.max_memory_reserved() + min(outside, self._outside)
+        used = max(used, torch.cuda.max_memory_allocated() + outside, self._begun.used)
+        return Peak(used=used, kept=max(used, kept, most, self._begun.kept))
 
-    def _peak(self) -> Peak:
-        """The most that the allocator had, over what lies outside of it now."""
+    def _now(self) -> tuple[int, int]:
+        """What is in use, and that with what the allocator keeps."""
         free, total = torch.cuda.mem_get_info()
-        outside = total - free - torch.cuda.memory_reserved()
-        return Peak(used=torch.cuda.max_memory_allocated() + outside, kept=torch.cuda.max_memory_reserved() + outside)
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return total - free - unused, total - free
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -66,11 +71,11 @@ class Compared:
     """A phase's peak as planned and as measured, in bytes; None where it was not."""
 
     phase: str
-    planned: int | None
+    planned: Peak | None
     measured: Peak | None
 
 
-def compared(planned: Mapping[str, int], spans: Sequence[tuple[str, Peak]]) -> list[Compared]:
+def compared(planned: Mapping[str, Peak], spans: Sequence[tuple[str, Peak]]) -> list[Compared]:
     """Planned phases in their order, then those that were measured alone; of each the fullest span of its steps (name, peak)."""
     measured: dict[str, Peak] = {}
     for name, peak in spans:

@@ -70,10 +70,11 @@ def read_run(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def read_plan(folder: Path) -> dict[str, int]:
-    """The planned peak of each phase, in bytes; none where the run has none."""
+def read_plan(folder: Path) -> dict[str, tuple[int, int]]:
+    """The planned peak of each phase, in bytes: in use, and with what the allocator keeps; none where the run has none."""
     path = folder / PLAN
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {phase: (used, kept) for phase, (used, kept) in found.items()}
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:

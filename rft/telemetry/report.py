@@ -90,14 +90,15 @@ def _totals(phases: Sequence[Phase]) -> list[tuple[str, float, float]]:
     return sorted(((name, total, total / whole) for name, total in seconds.items()), key=lambda row: -row[1])
 
 
-def _memory(planned: Mapping[str, int], phases: Sequence[Phase]) -> list[Compared]:
+def _memory(planned: Mapping[str, tuple[int, int]], phases: Sequence[Phase]) -> list[Compared]:
     """Planned and measured peaks."""
     seen = [(p.name, Peak(p.used_bytes, p.kept_bytes)) for p in phases if p.used_bytes is not None and p.kept_bytes is not None]
-    return compared(planned, seen)
+    return compared({phase: Peak(*peak) for phase, peak in planned.items()}, seen)
 
 
-def _gib(size: int | None) -> str:
-    return "–" if size is None else f"{size / 2**30:,.2f}"
+def _gib(peak: Peak | None) -> tuple[str, str]:
+    """In use, and with what was kept."""
+    return ("–", "–") if peak is None else (f"{peak.used / 2**30:,.2f}", f"{peak.kept / 2**30:,.2f}")
 
 
 def _by_step(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[Mapping[str, Any]]]]:

@@ -45,8 +45,11 @@ class Telemetry(Protocol):
         """Keeps a few responses for the report."""
         ...
 
-    def plan(self, peaks: Mapping[str, int]) -> None:
-        """The planned peak of each phase, in bytes (`rft.memory.Plan.peaks`): the report puts it beside what was measured."""
+    def plan(self, peaks: Mapping[str, tuple[int, int]]) -> None:
+        """The planned peak of each phase, in bytes: in use, and with what the allocator keeps (`rft.memory.Plan.peaks`).
+
+        The report puts it beside what was measured.
+        """
         ...
 
 
@@ -66,7 +69,7 @@ class Elsewhere:
     def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
         """The writing rank keeps its own."""
 
-    def plan(self, peaks: Mapping[str, int]) -> None:
+    def plan(self, peaks: Mapping[str, tuple[int, int]]) -> None:
         """The writing rank has the same."""
 
 
@@ -142,7 +145,7 @@ class RunFolder:
         for sample in samples:
             self._lines[SAMPLES].write({"step": step, **dc.asdict(sample)})
 
-    def plan(self, peaks: Mapping[str, int]) -> None:
+    def plan(self, peaks: Mapping[str, tuple[int, int]]) -> None:
         """As `Telemetry.plan`."""
         _ = (self.folder / PLAN).write_text(json.dumps(dict(peaks)) + "\n", encoding="utf-8")
 

@@ -1,8 +1,8 @@
 """A memory plan beside what a run really takes, phase by phase.
 
-    torchrun --nproc-per-node 1 -m tests.benchmarks.memory MODEL-FOLDER-TO-MAKE SIZE NAME [vllm|transformers]
+    torchrun --nproc-per-node 1 -m tests.benchmarks.memory MODEL-FOLDER-TO-MAKE SIZE NAME [vllm|transformers] [LENGTH]
 
-NAME is one of SETTINGS below. Two batches go through every phase; each phase's planned peak stands beside the measured one, and a line is
+NAME is one of SETTINGS below; prompts and responses have LENGTH tokens each. Two batches go through every phase; each phase's planned peak stands beside the measured one, and a line is
 appended to results/memory.jsonl.
 """
 
@@ -26,7 +26,7 @@ from tests.benchmarks.record import append
 
 MIB, GIB = 1 << 20, 1 << 30
 CUDA = torch.cuda.is_available()
-PROMPT, RESPONSE, PROMPTS, SAMPLES = (256, 256, 16, 8) if CUDA else (16, 16, 2, 2)
+LENGTH, PROMPTS, SAMPLES = (256, 16, 8) if CUDA else (32, 2, 2)
 THRIFTY: dict[str, Any] = {"keep_gathered": False, "gradient_checkpointing": True}
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], Schedule]] = {
     "plain": ({}, {}, Schedule()),
@@ -39,10 +39,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], Schedule]] = {
 SEEN: list[dict[str, Any]] = []
 
 
-def main(folder: str, size: str, name: str, engine: str = "vllm") -> None:
+def main(folder: str, size: str, name: str, engine: str = "vllm", length: str = str(LENGTH)) -> None:
     """Plans, runs, and compares."""
     model = str(random_model(Path(folder), cast(Size, size)))
-    setting = setting_of(model, name, engine)
+    setting = setting_of(model, name, engine, int(length))
     began = time.perf_counter()
     planned = plan(setting)
     print(f"planned in {time.perf_counter() - began:.1f} s\n{rendered(planned)}", flush=True)
@@ -52,40 +52,41 @@ def main(folder: str, size: str, name: str, engine: str = "vllm") -> None:
     rows = [
         {
             "phase": each.phase,
-            "planned_gib": gib(each.planned),
+            "planned_gib": gib(each.planned and each.planned.used),
+            "planned_with_kept_gib": gib(each.planned and each.planned.kept),
             "planned_rows_gib": {row: gib(b) for phase in planned.phases if phase.name == each.phase for row, b in phase.rows.items()},
             "measured_gib": gib(each.measured and each.measured.used),
             "with_kept_gib": gib(each.measured and each.measured.kept),
         }
-        for each in compared(planned.peaks(), spans)
+        for each in compared({phase: Peak(*peak) for phase, peak in planned.peaks().items()}, spans)
     ]
     for row in rows:
         print(row, flush=True)
-    append("memory", {"model": size, "setting": name, "engine": engine, "phases": rows, "seen": SEEN})
+    append("memory", {"model": size, "setting": name, "engine": engine, "length": int(length), "phases": rows, "seen": SEEN})
 
 
-def setting_of(model: str, name: str, engine: str) -> Setting:
+def setting_of(model: str, name: str, engine: str, length: int) -> Setting:
     """One of SETTINGS, with an engine."""
     beside, trained, schedule = SETTINGS[name]
     cache = 4 * GIB if CUDA else 64 * MIB
     engines = {
-        "vllm": WatchedVLLM(max_model_len=PROMPT + RESPONSE, cache_bytes=cache),
-        "transformers": rft.TransformersEngine(max_model_len=PROMPT + RESPONSE),
+        "vllm": WatchedVLLM(max_model_len=2 * length, cache_bytes=cache),
+        "transformers": rft.TransformersEngine(max_model_len=2 * length),
     }
     trainer = WatchedTrainer(lr=0.0, micro_batch_tokens=16384 if CUDA else 64, **trained)
     spec = rft.LaunchSpec(model=model, engine=engines[engine], trainer=trainer, deadline_s=300, **beside)
-    lengths = {"prompts": PROMPTS, "samples": SAMPLES, "longest_prompt": PROMPT, "longest_response": RESPONSE}
+    lengths = {"prompts": PROMPTS, "samples": SAMPLES, "longest_prompt": length, "longest_response": length}
     return Setting(launch=spec, device_gib=139.8, schedule=schedule, **lengths)
 
 
 def run(setting: Setting) -> list[tuple[str, Peak]]:
     """Two batches; (step, peak) of every step."""
-    sampling = rft.Sampling(samples=SAMPLES, max_new_tokens=RESPONSE)
+    sampling = rft.Sampling(samples=SAMPLES, max_new_tokens=setting.longest_response)
     with rft.launch(setting.launch) as state:
         look("launched")
         spans = list[tuple[str, Peak]]()
         for batch in range(2):
-            state = one_batch(state, prompts(batch), sampling, setting)
+            state = one_batch(state, prompts(batch, setting.longest_prompt), sampling, setting)
             spans += [(span.name, span.peak) for span in rft.health(state).spans if span.peak is not None]
             look(f"after batch {batch}")
     return spans
@@ -117,9 +118,9 @@ def one_batch(state: Any, prompts: rft.Prompts, sampling: rft.Sampling, setting:
     return rft.finish_batch(state)
 
 
-def prompts(batch: int) -> rft.Prompts:
+def prompts(batch: int, length: int) -> rft.Prompts:
     """Random ones, as long as can be."""
-    tokens = torch.randint(0, 256, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(batch))
+    tokens = torch.randint(0, 256, (PROMPTS, length), generator=torch.Generator().manual_seed(batch))
     names = tuple(f"question {i}" for i in range(PROMPTS))
     ids = torch.arange(PROMPTS) + PROMPTS * batch
     return rft.Prompts(tokens=tokens, mask=torch.ones_like(tokens, dtype=torch.bool), ids=ids, epoch=0, texts=names, answers=names)

@@ -12,7 +12,7 @@ from tests.launching import ROOT
 from tests.memory.models import folder
 
 GOOD = """
-device_gib = 1.0
+device_gib = 8.0
 prompts = 2
 longest_prompt = 32
 longest_response = 32
@@ -51,8 +51,8 @@ def test_a_plan_is_printed_and_whether_it_fits(written, capsys):
     for word in ("broadcast", "generate", "old log-probs", "rewards", "train", "actor weights", "cache", "kept by the allocator", "in all"):
         assert word in shown
     assert "reward model judge weights" in shown
-    assert "it fits, with 0." in shown
-    assert cli.main(["plan", str(written(GOOD.replace("device_gib = 1.0", "device_gib = 0.5\nhost_gib = 0.0001")))]) == 1
+    assert "it fits, with 3." in shown
+    assert cli.main(["plan", str(written(GOOD.replace("device_gib = 8.0", "device_gib = 0.5\nhost_gib = 0.0001")))]) == 1
     shown = capsys.readouterr().out
     assert "GiB are missing" in shown
     assert "pinned on the host, in GiB: judge 0.00; the host has 0.00: 0.00 are missing" in shown

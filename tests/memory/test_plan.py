@@ -6,7 +6,7 @@ import pytest
 from rft.errors import BadInput
 from rft.memory import Plan, Schedule, Setting, plan
 from rft.memory.activations import Pass, activations
-from rft.memory.plan import CONTEXT, KEPT
+from rft.memory.plan import CONTEXT, KEPT, KEPT_SHARE
 from rft.memory.steps import Work, training
 from rft.spec import (
     Critic,
@@ -36,7 +36,7 @@ def setting(model: str, *, engine: Any = None, schedule: Schedule | None = None,
     machine = {name: options.pop(name) for name in ("world_size", "minibatches", "host_gib", "ranks_per_host") if name in options}
     launch = LaunchSpec(model=model, engine=engine, **{"trainer": FSDP2Trainer(micro_batch_tokens=128), **options})
     lengths = {"prompts": 2, "samples": 2, "longest_prompt": 32, "longest_response": 32}
-    return Setting(launch=launch, device_gib=1.0, schedule=schedule or Schedule(), **lengths, **machine)
+    return Setting(launch=launch, device_gib=4.0, schedule=schedule or Schedule(), **lengths, **machine)
 
 
 def rows(made: Plan, phase: str) -> dict[str, int]:
@@ -66,8 +66,9 @@ def test_a_step_on_one_rank_is_as_summed_up_by_hand(model: str):
         "experience": 128 * 128,
     }
     passing = 674_048 + 1_348_096 + 2 * 4 * 147_968 + lives.training + 128 * 128
-    assert made.peak.total == CONTEXT + WEIGHTS + MOMENTS + passing + int(KEPT * passing)
-    assert made.peaks() == {phase.name: phase.total for phase in made.phases}
+    assert made.peak.used == CONTEXT + WEIGHTS + MOMENTS + passing
+    assert made.peak.total == made.peak.used + KEPT + int(KEPT_SHARE * passing)
+    assert made.peaks() == {phase.name: (phase.used, phase.total) for phase in made.phases}
 
 
 def test_one_micro_batch_has_no_earlier_gradient(model: str):
@@ -103,11 +104,25 @@ def test_the_engine_is_there_in_its_phases_alone(model: str):
     assert rows(made, "broadcast")["engine weights"] == rows(made, "generate")["engine weights"] == 2 * PARAMETERS
     assert "cache" not in rows(made, "broadcast")
     assert "engine weights" not in rows(made, "train")
-    assert rows(made, "train")["CUDA graphs"] == rows(made, "generate")["CUDA graphs"] > 0
-    assert "CUDA graphs" not in rows(plan(setting(model, engine=VLLMEngine(eager=True))), "train")
+    graphs = "CUDA graphs, buffers"
+    assert (
+        rows(made, "train")[graphs]
+        == rows(made, "generate")[graphs]
+        > rows(plan(setting(model, engine=VLLMEngine(eager=True))), "train")[graphs]
+    )
     two = plan(setting(model, engine=engine, world_size=2))
     assert rows(two, "broadcast")["sync bucket"] == 4 * PARAMETERS  # all of it, being less than a bucket and the largest tensor
     assert "sync bucket" not in rows(made, "broadcast")
+
+
+def test_an_engine_that_wakes_is_compared_with_the_actor_which_is_gathered_for_it(tmp_path: Any):
+    # A model that is mostly blocks: to have all of it in full takes more than the engine's own work.
+    deep = folder(tmp_path, layers=40)
+    short = TransformersEngine(max_rows=1)
+    made = plan(setting(deep, engine=short))
+    assert rows(made, "generate")["gathered weights"] == 2 * (40 * BLOCK + OUTSIDE)
+    for alone in (setting(deep, engine=short, probe_every=0), setting(deep, engine=short, schedule=Schedule(offload_actor=True))):
+        assert "gathered weights" not in rows(plan(alone), "generate")
 
 
 def test_the_embedded_engine_has_its_cache_while_it_generates(model: str):
@@ -181,7 +196,7 @@ def test_zero_and_offloaded_masters(model: str):
 def test_what_fits_is_compared_with_card_limit_and_host(model: str):
     made = plan(setting(model))
     assert made.fits
-    assert made.device_bytes == GIB
+    assert made.device_bytes == 4 * GIB
     tight = setting(model, device_bytes=made.peak.total)
     assert plan(tight).fits
     assert not plan(dc.replace(tight, launch=dc.replace(tight.launch, device_bytes=made.peak.total - 1))).fits

@@ -13,6 +13,7 @@ class Card:
         self.allocated = self.reserved = self.most = self.most_reserved = self.unmapped = 0
         for name in ("is_initialized", "reset_peak_memory_stats", "mem_get_info", "memory_reserved"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: self.allocated)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: self.most)
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: self.most_reserved)
 
@@ -63,11 +64,21 @@ def test_what_an_engine_unmaps_within_a_step_was_there_and_what_it_maps_is(monke
     assert meter.end() == Peak(used=35 * GIB, kept=35 * GIB)
 
 
+def test_what_the_allocator_gave_back_before_an_engine_took_it_was_not_there_twice(monkeypatch):
+    card, meter = Card(monkeypatch), PeakMeter()
+    card.takes(30, 60)
+    card.unmapped = 20 * GIB  # so that 5 outside, 10 of the allocator's and 30 unused are on the card
+    meter.begin()
+    card.takes(0, -30)
+    card.unmapped = 0
+    assert meter.end() == Peak(used=35 * GIB, kept=45 * GIB)
+
+
 def test_a_phase_has_the_fullest_of_its_steps():
     spans = [("wake", Peak(3, 9)), ("generate", Peak(5, 7)), ("sleep", Peak(99, 99)), ("values", Peak(1, 2))]
-    assert compared({"train": 8, "generate": 6}, spans) == [
-        Compared(phase="train", planned=8, measured=None),
-        Compared(phase="generate", planned=6, measured=Peak(5, 9)),
+    assert compared({"train": Peak(7, 8), "generate": Peak(5, 6)}, spans) == [
+        Compared(phase="train", planned=Peak(7, 8), measured=None),
+        Compared(phase="generate", planned=Peak(5, 6), measured=Peak(5, 9)),
         Compared(phase="critic", planned=None, measured=Peak(1, 2)),
     ]
 

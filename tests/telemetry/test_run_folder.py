@@ -73,12 +73,12 @@ def test_the_report_puts_planned_and_measured_peaks_side_by_side(tmp_path):
     folder = a_run(tmp_path / "run")
     assert "Memory of the device" in Page((folder / "report.html").read_text()).text
     with opened(tmp_path / "planned") as run:
-        run.plan({"generate": 7 << 30, "train": int(5.25 * 2**30)})
+        run.plan({"generate": (6 << 30, 7 << 30), "train": (4 << 30, int(5.25 * 2**30))})
         run.begin("train_step")
         run.end("train_step", Peak(used=5 << 30, kept=6 << 30))
     text = "".join(Page((tmp_path / "planned" / "report.html").read_text()).text.split())
-    assert "generate7.00––" in text
-    assert "train5.255.006.00" in text
+    assert "generate6.00–7.00–" in text
+    assert "train4.005.005.256.00" in text
 
 
 def test_a_report_of_a_run_without_either_says_nothing_of_memory(tmp_path):
