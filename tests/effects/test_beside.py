@@ -6,7 +6,7 @@ import pytest
 
 import rft
 from rft.objectives import critic_loss
-from rft.testing import SAMPLING, scripted_launch, scripted_minibatch, scripted_prompts
+from rft.testing import scripted_launch, scripted_minibatch
 from rft.testing.scripted import scripted_average
 from tests.effects.company import *  # noqa: F403
 from tests.effects.company import launched
@@ -54,9 +54,10 @@ def test_what_is_not_there_is_refused_before_anything_runs(ask: Any, says: str) 
 def test_a_launch_without_company_has_none() -> None:
     with scripted_launch() as begun:
         state = rft.refresh(begun)
+        rollouts = sampled(state)
         for role in (rft.REFERENCE, rft.EMA):
             with refused(state, rft.RoleError, f"there is no role {role!r} in this runtime; it has actor_optimizer"):
-                _ = rft.reference_logprobs(state, sampled(state), role=role)
+                _ = rft.reference_logprobs(state, rollouts, role=role)
 
 
 def test_only_so_many_reward_models_are_on_the_device() -> None:
@@ -108,8 +109,9 @@ def test_a_reference_by_the_actor_needs_the_actor() -> None:
 
 def test_the_average_is_updated_from_an_actor_on_the_host_too() -> None:
     with scripted_launch(beside="own") as begun:
-        rollouts = rft.generate(rft.refresh(begun), scripted_prompts(), SAMPLING)
-        state = rft.reload(begun.devices.ledger.living(), rft.EMA)
+        state = rft.refresh(begun)
+        rollouts = sampled(state)
+        state = rft.reload(state, rft.EMA)
         state, _ = rft.supervised_step(state, scripted_minibatch(rollouts))
         state = rft.update_ema(rft.offload_actor(state))
         assert scripted_average(state).weights["body"].tolist() == [0.75, 0.75]
