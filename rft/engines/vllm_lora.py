@@ -171,7 +171,7 @@ class AdaptedVLLM(VLLM):
 @contextlib.contextmanager
 def unwrapped(model: nn.Module) -> Generator[None]:
     """The model as it is without adapters, while its weights are loaded: vLLM's own loading knows its layers by their plain names."""
-    wrapped = [(name, module) for name, module in model.named_modules() if _is_wrapper(module)]
+    wrapped = list(_wrappers(model))
     for name, module in wrapped:
         _replace(model, name, module.base_layer)
     try:
@@ -181,10 +181,15 @@ def unwrapped(model: nn.Module) -> Generator[None]:
             _replace(model, name, module)
 
 
-def _is_wrapper(module: nn.Module) -> bool:
+def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The outermost ones, by name."""
     from vllm.lora.layers import BaseLayerWithLoRA
 
-    return isinstance(module, BaseLayerWithLoRA)
+    within: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if isinstance(module, BaseLayerWithLoRA) and not name.startswith(within):
+            within = (*within, f"{name}.")
+            yield name, module
 
 
 def _replace(model: nn.Module, name: str, module: Any) -> None:

@@ -67,6 +67,7 @@ def test_what_has_no_place_is_refused(folder: Path, world: World) -> None:
         _ = build(VLLMEngine(), find_model(str(folder)), world, LoRA(targets=("nothing",), sync="adapter"))
 
 
+@pytest.mark.slow
 def test_a_job_that_sends_the_adapter_alone(folder: Path) -> None:
     spec = VLLMEngine(dtype="float32", max_model_len=MAX_MODEL_LEN, max_rows=16, cache_bytes=1 << 26)
     same_job(cycle(folder, spec, LORA), cycle(folder, spec, dc.replace(LORA, sync="merged")))
