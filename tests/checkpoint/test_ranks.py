@@ -39,7 +39,8 @@ def test_two_ranks_write_each_its_own_and_read_it_back(out: Path) -> None:
         assert f"random/{rank:05}.json" in wrote[rank]["files"]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_another_number_of_ranks_reads_it_too_and_says_what_is_not_there(out: Path, ranks: int) -> None:
     printed = torchrun(SCRIPT, "read", out, ranks=ranks, timeout=240)
     for rank, read in enumerate(seen(out, "read", ranks)):

@@ -1,8 +1,9 @@
-"""A job that can stop and go on, started under torchrun by the tests: resume_job.py SCENE MODEL OUT [ARGUMENTS].
+"""A job that can stop and go on, started under torchrun by the tests: resume_job.py SCENES MODEL OUT [FOLDER BACKEND].
 
     stops      an unbroken run in OUT/whole, then one from each of its checkpoints on; all must be alike
     killed     a run in OUT/killed that goes on by itself wherever it was, and kills a rank at each of its first KILLS starts
-    carried    goes on from a FOLDER under a BACKEND, and tells what it holds
+    roles      the same as `stops` for one stop, with a Critic and a moving average
+    carried    goes on from FOLDER under BACKEND, and tells what it holds
 
 Every rank leaves what it saw in OUT/<scene>-<rank>.json.
 """
@@ -32,13 +33,14 @@ from rft.checkpoint.folder import checkpoints, newest_checkpoint
 from rft.data.prompts import Cursor, Dataset, Share, next_prompts, tokenise
 from rft.effects.runtime import Runtime
 from rft.models import find_model
+from rft.objectives import critic_loss
 from rft.ops import controllers
 from rft.ops.controllers import Coefficient
 from rft.ops.normalisation import RunningMoments, merge, moments
 from rft.steps import restore, save
 from tests.integration.job import EPS, LR, QUESTIONS, SAMPLING, learn, length_reward, spec_of
 
-STEPS, PROMPTS = 4, 4
+STEPS, PROMPTS = 3, 4
 """An epoch has two batches of four prompts, over all ranks."""
 KILLS = 3
 BATCH = {False: (10, 10), True: (12, 2)}
@@ -94,15 +96,16 @@ def run(state: Any, folder: Path, data: Dataset, keep: int, say: Callable[[Seen]
 
 
 def digest(state: Any) -> str:
-    """Of weights, moments and steps, whole: the same at any number of ranks."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(state.devices.trainer.saved().items()):
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        found.update(name.encode() + whole.contiguous().numpy().tobytes())
+    """Of weights, moments and steps of all that is trained, whole: the same at any number of ranks."""
+    found, devices = hashlib.sha256(), state.devices
+    for part in (devices.trainer, devices.beside.critic, devices.beside.frozen.get(rft.EMA)):
+        for name, tensor in sorted(part.saved().items() if part is not None else ()):
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            found.update(name.encode() + whole.contiguous().numpy().tobytes())
     return found.hexdigest()
 
 
-def stops(model: str, out: Path) -> None:
+def stops(model: str, out: Path, *_: str) -> None:
     """After each batch a copy of the checkpoint is a run that was stopped there."""
     data = tokenise(QUESTIONS, find_model(model).tokenizer, max_tokens=64)
     told: dict[str, Any] = {}
@@ -118,6 +121,39 @@ def stops(model: str, out: Path) -> None:
             _ = rft.average(state, {})  # nobody looks into the folder before it is there
             told[str(start)] = {"digest": run(state, folder, data, STEPS, seen.append), "seen": seen}
     tell(out, "stops", told)
+
+
+def roles(model: str, out: Path, *_: str) -> None:
+    """Two batches, and the second of them again from what was saved after the first; the average lies on the host in between."""
+    data, told = tokenise(QUESTIONS, find_model(model).tokenizer, max_tokens=64), dict[str, Any]()
+    spec = spec_of(model, "transformers")
+    spec = dc.replace(spec, critic=rft.Critic(trainer=spec.trainer, where="device"), ema=rft.MovingAverage(decay=0.5))
+    for run, batches in (("whole", 2), ("resumed", 1)):
+        with rft.launch(spec) as state:
+            progress = Progress()
+            if run == "resumed":
+                state, progress = restore(state, out / "roles", progress)
+            for _ in range(batches):
+                state, progress, seen = one_batch(state, progress, data)
+                state, seen["critic"] = train_critic(state, data, progress)
+                state = rft.offload(rft.update_ema(rft.reload(state, rft.EMA)), rft.EMA)
+                if progress.step == 1:
+                    _ = save(state, out / "roles", progress)
+            told[run] = {"digest": digest(state), "seen": seen}
+    tell(out, "roles", told)
+
+
+def train_critic(state: Any, data: Dataset, progress: Progress) -> tuple[Any, dict[str, float]]:
+    """One step of the Critic towards the rewards of what the next prompts get."""
+    share = Share(index=dist.get_rank(), count=dist.get_world_size())
+    prompts, _ = next_prompts(data, progress.cursor, PROMPTS // share.count, share)
+    state = rft.refresh(state)
+    rollouts = rft.generate(state, prompts, SAMPLING, draw=1)
+    state = rft.sleep(state)
+    rewards, values = rft.rewards(state, rollouts, length_reward), rft.values(state, rollouts)
+    returns = torch.where(rollouts.sampled, rewards.values[:, None], 0.0)
+    experience = rft.experience(rollouts, rewards.values, torch.zeros_like(returns), values=values, returns=returns)
+    return rft.train_critic(state, rft.take(experience, torch.arange(len(experience))), critic_loss())
 
 
 def killed(model: str, out: Path) -> None:
@@ -183,4 +219,5 @@ def tell(out: Path, scene: str, told: object) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
-    {"stops": stops, "killed": killed, "carried": carried}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])
+    for scene in sys.argv[1].split(","):
+        {"stops": stops, "roles": roles, "killed": killed, "carried": carried}[scene](sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])
