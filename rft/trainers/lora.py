@@ -51,10 +51,10 @@ def actor(root: Scorer, lora: LoRA, dtype: str, folder: ModelFolder, through: Pa
     for parameter in root.model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, dtype), copy=True)  # a mapped file cannot be moved to the host and back
-    return LoRAActor(shard(Adapted(root.model, root.layout)), through, folder, lora, base)
+    return LoRAActor(shard(AdaptedScorer(root.model, root.layout)), through, folder, lora, base)
 
 
-class Adapted(Scorer):
+class AdaptedScorer(Scorer):
     """A scorer of a model that has been adapted."""
 
     def named(self) -> dict[str, Tensor]:

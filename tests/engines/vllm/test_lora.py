@@ -1,6 +1,5 @@
 """vLLM with a place for an adapter: the contract; and that what vLLM keeps of older adapters is really dropped."""
 
-import dataclasses as dc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from rft.parallel.world import World, open_world
 from rft.spec import LoRA, VLLMEngine
 from tests.engines.contract import GREEDY, MAX_MODEL_LEN, folder, greedy, module, other, requests
 from tests.engines.lora_contract import *  # noqa: F403
-from tests.engines.lora_contract import LONG, LORA, merged, parts, same_job, wake
-from tests.engines.lora_cycle import cycle
+from tests.engines.lora_contract import LONG, LORA, merged, parts, wake
 
 __all__ = ["folder", "module", "other"]
 
@@ -65,9 +63,3 @@ def test_what_has_no_place_is_refused(folder: Path, world: World) -> None:
         _ = build(VLLMEngine(), find_model(str(folder)), world, LoRA(rank=600, alpha=8, sync="adapter"))
     with pytest.raises(BadInput, match="'nothing' matches no module"):
         _ = build(VLLMEngine(), find_model(str(folder)), world, LoRA(targets=("nothing",), sync="adapter"))
-
-
-@pytest.mark.slow
-def test_a_job_that_sends_the_adapter_alone(folder: Path) -> None:
-    spec = VLLMEngine(dtype="float32", max_model_len=MAX_MODEL_LEN, max_rows=16, cache_bytes=1 << 26)
-    same_job(cycle(folder, spec, LORA), cycle(folder, spec, dc.replace(LORA, sync="merged")))
