@@ -249,9 +249,7 @@ def test_parts_of_the_critic_s_loss_add_up_to_the_whole(aggregate: aggregation.A
 @pytest.mark.parametrize("missing", ["returns", "values"])
 def test_a_critic_s_step_without_what_it_learns_says_what_to_write(missing: str) -> None:
     rows = dc.replace(rows_of(VALUED, *ALL), **{missing: None})
-    with pytest.raises(
-        BadInput, match=rf"critic_loss needs {missing}; write experience\(.*, returns=…, values=…\)"
-    ):
+    with pytest.raises(BadInput, match=rf"critic_loss needs {missing}; write experience\(.*, returns=…, values=…\)"):
         _ = critic_loss(clip=CLIPPED)(VALUES, MicroBatch(rows=rows, old=None), TOTALS)
 
 

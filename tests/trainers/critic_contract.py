@@ -89,7 +89,7 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 @functools.cache
 def plain_gradient(folder: Path, clip: float | None, frozen: bool) -> tuple[dict[str, Tensor], float]:
     critic = PlainCritic(folder, frozen=frozen)
-    loss = critic.loss(SOURCE, clip)
+    _, loss = critic.valued(SOURCE, clip)
     loss.backward()
     return {name: p.grad for name, p in critic.trained().items() if p.grad is not None}, loss.item()
 
@@ -130,28 +130,34 @@ def test_metrics_are_those_of_the_global_batch(seen: list[dict[str, Any]], model
     assert seen[0]["shared"] or 0 < seen[0]["gradients"]["clipped"]["metrics"]["value_clip_fraction"] < 1
 
 
-def test_five_steps_are_those_of_a_plain_loop(seen: list[dict[str, Any]], models: Path) -> None:
+@functools.cache
+def plain_steps(folder: Path, frozen: bool) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Five of them: values before each, its loss, norm and learning rate; and the last weights."""
     spec = FSDP2Trainer(lr=1e-3, eps=1e-7, weight_decay=0.1, schedule="cosine", warmup_steps=1, total_steps=9, max_grad_norm=0.5)
-    critic = PlainCritic(models / "causal", frozen=True) if seen[0]["shared"] else PlainCritic(models / "valued")
+    critic, steps = PlainCritic(folder, frozen=frozen), list[dict[str, Any]]()
     trained = critic.trained()
     optimizer = torch.optim.AdamW(trained.values(), 0.0, spec.betas, spec.eps, spec.weight_decay, foreach=False)
     for step in range(5):
-        with torch.no_grad():
-            before = critic(SOURCE)
-        loss = critic.loss(SOURCE, CLIP)
+        values, loss = critic.valued(SOURCE, CLIP)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trained.values(), spec.max_grad_norm)
         optimizer.param_groups[0]["lr"] = learning_rate(spec, step)
         optimizer.step()
+        steps.append({"values": values.detach(), "loss": loss.item(), "grad_norm": norm.item(), "lr": learning_rate(spec, step)})
+    return steps, {name: p.detach() for name, p in trained.items()}
+
+
+def test_five_steps_are_those_of_a_plain_loop(seen: list[dict[str, Any]], models: Path) -> None:
+    steps, weights = plain_steps(models / ("causal" if seen[0]["shared"] else "valued"), seen[0]["shared"])
+    for step, expected in enumerate(steps):
         for rows, rank in zip(SHARES[len(seen)], seen, strict=True):
             result = rank["five_steps"]["steps"][step]
-            torch.testing.assert_close(result["values"], before[list(rows)], atol=5e-5, rtol=0)
-            assert result["loss"] == pytest.approx(loss.item(), rel=1e-4)
-            assert result["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-            assert result["lr"] == pytest.approx(learning_rate(spec, step))
+            torch.testing.assert_close(result["values"], expected["values"][list(rows)], atol=5e-5, rtol=0)
+            for name in ("loss", "grad_norm", "lr"):
+                assert result[name] == pytest.approx(expected[name], rel=1e-4), name
     state = {name.removeprefix("model."): tensor for name, tensor in seen[0]["five_steps"]["state"].items() if name.startswith("model.")}
-    assert oracle.distance(state, {name: p.detach() for name, p in trained.items()}) < 1e-5
+    assert oracle.distance(state, weights) < 1e-5
     assert int(seen[0]["five_steps"]["state"]["optimizer.steps"]) == 5
 
 
@@ -226,6 +232,7 @@ def test_a_warm_up_changes_no_version_and_the_engine_stays_fresh(seen: list[dict
         assert result["same tokens"]
         assert same(*result["weights"])
         assert not bool(result["values"].any())
+        assert result["restored"][0] == result["restored"][1]
 
 
 def test_what_a_state_does_not_allow_is_refused_before_anything_runs(seen: list[dict[str, Any]]) -> None:
@@ -245,5 +252,5 @@ def test_what_is_no_start_of_a_critic_is_refused_by_name(seen: list[dict[str, An
     for result in (rank["bad_models"] for rank in seen if not rank["shared"]):
         for name in ("two labels", "token classifier"):
             assert "a value head needs its head to be one linear function without a bias" in result[name][0]
-        assert "has another tokenizer than the Actor" in result["other tokenizer"][0]
+        assert "is to read the Actor's tokens, and has others: its tokenizer has" in result["other tokenizer"][0]
         assert "lacks weights, or has them in another shape: score.weight" in result["no head"][0]

@@ -23,6 +23,7 @@ from rft.models import find_model
 from rft.objectives import LossTerms, MicroBatch, Totals, ValueObjective, critic_loss
 from rft.parallel.world import World, open_world
 from rft.spec import SharedCritic
+from rft.steps import restore, save
 from tests.trainers import backends
 from tests.trainers.batches import rows_of
 from tests.trainers.valued import CLIP, valued_experience
@@ -225,8 +226,14 @@ def steps(world: World) -> Any:
         seen["same tokens"] = torch.equal(again.tokens, rollouts.tokens)
         seen["weights"].append({name: tensor.clone() for name, tensor in runtime_of(state).trainer.stream_weights()})
         seen |= {"losses": losses, "version": (version, state.version), "took": state.generation - generation, "values": values}
+        # What is saved with the run is what it goes on from.
+        _ = save(state, RESULTS / backend / "checkpoint", {})
+        state, first = rft.train_critic(state, good, critic_loss())
+        state, _ = restore(state, RESULTS / backend / "checkpoint", {})
+        state, second = rft.train_critic(state, good, critic_loss())
+        seen["restored"] = (first, second)
         if shared():
-            away = rft.offload_actor(rft.sleep(state))
+            away = rft.offload_actor(state)
             seen["the Actor away"] = refusal(lambda: rft.values(away, rollouts)) + refusal(
                 lambda: rft.train_critic(away, good, critic_loss())
             )

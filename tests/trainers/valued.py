@@ -46,8 +46,8 @@ class PlainCritic(nn.Module):
             rows.append(nn.functional.pad(before, (1, batch.tokens.shape[1] - length)))
         return torch.where(batch.sampled, torch.stack(rows), 0.0)
 
-    def loss(self, batch: Experience, clip: float | None = None) -> Tensor:
-        """½ (V − R)², clipped or not, averaged over all sampled tokens."""
+    def valued(self, batch: Experience, clip: float | None) -> tuple[Tensor, Tensor]:
+        """V; and ½ (V − R)², clipped or not, averaged over all sampled tokens."""
         assert batch.returns is not None
         assert batch.values is not None
         new = self(batch)
@@ -55,7 +55,7 @@ class PlainCritic(nn.Module):
         if clip is not None:
             near = torch.maximum(torch.minimum(new, batch.values + clip), batch.values - clip)
             squares = torch.maximum(squares, (near - batch.returns) ** 2)
-        return 0.5 * squares[batch.sampled].sum() / batch.sampled.sum()
+        return new, 0.5 * squares[batch.sampled].sum() / batch.sampled.sum()
 
     def trained(self) -> dict[str, nn.Parameter]:
         """What an optimizer moves, by the name of a checkpoint."""
