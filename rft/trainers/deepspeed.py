@@ -92,6 +92,7 @@ class ZeRO:
         self.shelves: dict[Part, Shelf] = {part: Shelf(tensors) for part, tensors in parts.items()}
         self._slices, self._among = Slices(world, world.size), Gathering(group=None, size=world.size, device=world.device)
         self._hand_out(whole)
+        deepspeed_state.release_room(self._optimizer)
 
     # ---- computing ----
 
@@ -102,6 +103,8 @@ class ZeRO:
     def training(self, mode: bool) -> None:
         """See `Asked`."""
         self._engine.train(mode)
+        if mode:
+            deepspeed_state.make_room(self._optimizer)
 
     def after_passes(self) -> None:
         """Nothing stays gathered."""
@@ -128,6 +131,7 @@ class ZeRO:
     def forget(self) -> None:
         """See `Backend`."""
         deepspeed_state.forget_gradients(self._optimizer)
+        deepspeed_state.release_room(self._optimizer)
 
     # ---- weights and moments ----
 
@@ -268,6 +272,8 @@ def _import() -> Any:
     version = tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:3])
     if version < OLDEST:
         raise MissingBackend(f"DeepSpeed {deepspeed.__version__} is too old, 0.19.8 is needed: {install}")
+    # On a CPU it would compile this one when it starts, for a minute; and an interrupted compilation locks out all later ones.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 

@@ -41,10 +41,9 @@ def parts(optimizer: Any, weights: list[Tensor], *, on_host: bool) -> dict[Part,
     """What lies on the device, one tensor for each storage: weights with their masters, moments with gradients that stay."""
     own = masters(optimizer)
     moments = [optimizer.optimizer.state[m][name] for m in own for name in MOMENTS]
-    model, rest = [*weights], [*_lasting_gradients(optimizer)]
-    if not on_host:
-        model, rest = [*model, *own], [*rest, *moments]
-    return {"model": _storages(model), "optimizer": _storages(rest)}
+    if on_host:
+        return {"model": _storages(weights), "optimizer": []}
+    return {"model": _storages([*weights, *own]), "optimizer": _storages([*moments, *_lasting_gradients(optimizer)])}
 
 
 def _lasting_gradients(optimizer: Any) -> list[Tensor]:
@@ -106,6 +105,26 @@ def _untrained(p: Any, rank: int, ranks: int) -> Held:
     weight: Tensor = p.ds_tensor.data if hasattr(p, "ds_tensor") else p.data
     stretch = weight[: end - first] if hasattr(p, "ds_tensor") else weight.view(-1)[first:end]
     return Held(shape=shape, bounds=bounds, weight=weight, stretches={"weight": stretch, "model": stretch})
+
+
+def make_room(optimizer: Any) -> None:
+    """Memory for what gradients go through in a step; see `release_room`."""
+    for buffer in _room(optimizer):
+        buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
+
+
+def release_room(optimizer: Any) -> None:
+    """Gives it back after a step: DeepSpeed would keep a whole bucket for good."""
+    if any(buffer.is_cuda for buffer in _room(optimizer)):
+        torch.cuda.synchronize()  # a step that failed may still be sending
+    for buffer in _room(optimizer):
+        buffer.untyped_storage().resize_(0)
+
+
+def _room(optimizer: Any) -> list[Tensor]:
+    """In stage 3 the bucket that is reduced together; below it, with the optimizer on the host, a parameter's gradient on its way."""
+    buckets = [bucket.buffer for bucket in optimizer.ipg_buckets.values()] if hasattr(optimizer, "ipg_buckets") else []
+    return [b for b in (*buckets, getattr(optimizer, "temp_grad_buffer_for_gpu_offload", None)) if isinstance(b, Tensor)]
 
 
 def set_steps(optimizer: Any, steps: int) -> None:

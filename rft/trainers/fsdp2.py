@@ -31,11 +31,13 @@ from rft.trainers.schedule import learning_rate
 from rft.trainers.scorer import bare_scorer, scorer
 from rft.trainers.sharded import Sharded, local
 from rft.trainers.shelf import Shelf
+from rft.trainers.slices import require_divisor
 from rft.trainers.valuer import bare_valuer, valuer
 
 
 def build(spec: FSDP2Trainer, folder: ModelFolder, world: World) -> Trainer:
     """Loads the model, and shards it. Collective. Raises `BadInput` for what cannot work."""
+    require_divisor(world, spec.shards or world.size)
     root = on_rank_0(
         world,
         lambda: scorer(hugging_face.load(folder, checkpointing=spec.gradient_checkpointing)),
@@ -49,6 +51,7 @@ def build(spec: FSDP2Trainer, folder: ModelFolder, world: World) -> Trainer:
 
 def build_critic(spec: FSDP2Trainer, folder: ModelFolder, world: World) -> Critic:
     """The same for a value head on a model of its own."""
+    require_divisor(world, spec.shards or world.size)
     root = on_rank_0(
         world,
         lambda: valuer(folder, checkpointing=spec.gradient_checkpointing),

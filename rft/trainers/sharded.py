@@ -30,7 +30,7 @@ class Sharded:
         self.root: Any = root
         self._world, self._count, self._on_host = world, shards or world.size, on_host
         self._mesh, self.slices = mesh(world.device.type, world, self._count), Slices(world, self._count)
-        whole = read(root, world)
+        whole = read(root, world) if world.size > 1 else {}
         self._shard(dtype, keep_gathered)
         self.modules = [module for module in self.root.modules() if isinstance(module, FSDPModule)]
         self.parameters: list[Any] = list(self.root.parameters())

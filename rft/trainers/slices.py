@@ -35,7 +35,12 @@ class Slices:
 
 
 def mesh(kind: str, world: World, count: int) -> DeviceMesh:
-    """`replicate` × `shard`. Raises `BadInput` where `count` does not divide the world."""
+    """`replicate` × `shard`. Raises `BadInput` as `require_divisor` does."""
+    require_divisor(world, count)
+    return init_device_mesh(kind, (world.size // count, count), mesh_dim_names=("replicate", "shard"))
+
+
+def require_divisor(world: World, count: int) -> None:
+    """Raises `BadInput` where `count` does not divide the number of ranks."""
     if count < 1 or world.size % count:
         raise BadInput(f"shards={count} does not divide the world size {world.size}; start torchrun with a multiple of {count} processes")
-    return init_device_mesh(kind, (world.size // count, count), mesh_dim_names=("replicate", "shard"))
