@@ -80,7 +80,11 @@ class MovingAverage(FrozenSpec):
 
 @dc.dataclass(frozen=True, kw_only=True)
 class RewardModel(FrozenSpec):
-    """A local reward model: a sequence classifier with one label."""
+    """A local reward model: a decoder with one label, saved as a sequence classifier, or as a token classifier that is read at the end.
+
+    With the Actor's own tokenizer it reads the tokens that were sampled; with another it reads question and response as text, in its chat
+    template where it has one, which the log says at launch.
+    """
 
     model: str
     """A model folder or hub id."""

@@ -90,7 +90,7 @@ class Judge(Movable, Protocol):
     """A local reward model."""
 
     def scores(self, rollouts: Rollouts) -> Float32[Tensor, "batch"]:
-        """One number for each row, on the host, no gradient. Ranks may bring different numbers of rows."""
+        """One number for each row, on the host, no gradient; NaN for one that the model cannot read. Ranks may bring different numbers."""
         ...
 
     def close(self) -> None:
