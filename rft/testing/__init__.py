@@ -2,7 +2,16 @@
 
 from rft.engines.faults import Faults, InjectedFault
 from rft.testing.calls import LIBRARY, SAMPLING, Arguments, Call, Refusals, Stash
-from rft.testing.scripted import scripted_devices, scripted_launch, scripted_minibatch, scripted_prompts, scripted_snapshot
+from rft.testing.scripted import (
+    Company,
+    scripted_average,
+    scripted_devices,
+    scripted_launch,
+    scripted_minibatch,
+    scripted_prompts,
+    scripted_roles,
+    scripted_snapshot,
+)
 from rft.testing.walk import RuntimeWalk, walk
 
 __all__ = [
@@ -10,15 +19,18 @@ __all__ = [
     "SAMPLING",
     "Arguments",
     "Call",
+    "Company",
     "Faults",
     "InjectedFault",
     "Refusals",
     "RuntimeWalk",
     "Stash",
+    "scripted_average",
     "scripted_devices",
     "scripted_launch",
     "scripted_minibatch",
     "scripted_prompts",
+    "scripted_roles",
     "scripted_snapshot",
     "walk",
 ]

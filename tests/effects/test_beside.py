@@ -6,8 +6,7 @@ import pytest
 
 import rft
 from rft.objectives import critic_loss
-from rft.testing import scripted_launch, scripted_minibatch
-from rft.testing.scripted import scripted_average
+from rft.testing import scripted_average, scripted_launch, scripted_minibatch
 from tests.effects.company import *  # noqa: F403
 from tests.effects.company import launched
 from tests.refusals import failing, refused, sampled
