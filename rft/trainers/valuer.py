@@ -93,7 +93,10 @@ def _kind(folder: ModelFolder) -> Kind:
     """What the folder says that it holds."""
     names = " ".join(folder.config.architectures or [])
     kinds: tuple[Kind, ...] = ("SequenceClassification", "TokenClassification")
-    return next((kind for kind in kinds if kind in names), "CausalLM")
+    for kind in kinds:
+        if kind in names:
+            return kind
+    return "CausalLM"
 
 
 def _score(classifier: Any, folder: ModelFolder) -> Tensor:
