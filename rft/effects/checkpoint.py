@@ -132,6 +132,7 @@ def _facts(runtime: Runtime, state: RuntimeState[Any, Any, Any, Any], named: Map
         "ranks": runtime.world.size,
         "seed": runtime.spec.seed,
         "backend": runtime.trainer.name,
+        "model": runtime.spec.model,
         "model_type": _model_type(runtime),
         "watch": runtime.watch.memory(),
         "tensors": tensors.facts_of(named),
@@ -202,15 +203,17 @@ def _damage(runtime: Runtime, path: Path) -> str | None:
 
 
 def _require_this_model(runtime: Runtime, path: Path, facts: dict[str, Any]) -> None:
-    """What can be told before any tensor is looked at: the format, and the kind of model; another seed is said."""
+    """What can be told before any tensor is looked at: the format, and the kind of model. What may be meant is said."""
     if facts["format"] != FORMAT:
         raise BadInput(f"{RESTORE}: {path} has format {facts['format']}, and this version of rft reads {FORMAT}")
     if facts["model_type"] != _model_type(runtime):
         raise BadInput(f"{RESTORE}: {path} is of a {facts['model_type']} model, and this launch has a {_model_type(runtime)} one")
-    if facts["seed"] != runtime.spec.seed and runtime.world.rank == 0:
-        log.warning(
-            "%s was saved by a run of seed %d, and this one has %d: it will sample otherwise", path, facts["seed"], runtime.spec.seed
-        )
+    seed, model = runtime.spec.seed, runtime.spec.model
+    if facts["seed"] != seed and runtime.world.rank == 0:
+        log.warning("%s was saved by a run of seed %d, and this one has %d: it will sample otherwise", path, facts["seed"], seed)
+    whole = all(f"actor.model.{tensor.name}" in facts["tensors"] for tensor in runtime.trainer.manifest())
+    if not whole and facts["model"] != model and runtime.world.rank == 0:
+        log.warning("%s is what was trained on top of %s, and this launch has %s; they must be the same model", path, facts["model"], model)
 
 
 def _random_states(runtime: Runtime, path: Path, facts: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """What a checkpoint holds, and what goes wrong with one, on the scripted runtime: nothing is touched, and nothing is lost."""
 
+import dataclasses as dc
 import json
 import logging
 import os
@@ -181,6 +182,22 @@ def test_another_seed_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     with scripted_launch(seed=5) as other:
         _ = restore(other, tmp_path, FRESH)
     assert "was saved by a run of seed 0, and this one has 5" in caplog.text
+
+
+def test_an_adapter_over_another_model_is_said(begun: State, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def adapter(state: State, model: str) -> State:
+        devices, trainer = runtime_of(state), scripted_devices(state).trainer
+        devices.spec = dc.replace(devices.spec, model=model)
+        trainer.saved = lambda: {"model.adapter": torch.zeros(2)}
+        trainer.install = lambda _: None
+        return state
+
+    _ = save(adapter(begun, "base"), tmp_path, None)
+    for model, said in (("base", False), ("another", True)):
+        caplog.clear()
+        with scripted_launch() as other:
+            _ = restore(adapter(other, model), tmp_path, None)
+        assert ("is what was trained on top of base, and this launch has another" in caplog.text) is said
 
 
 def test_another_format_is_refused(saved: State, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_deepspeed_goes_on_from_fsdp2_and_fsdp2_from_deepspeed(tmp_path: Path) -
         state, progress, _ = one_batch(begun, Progress(), data)
         _ = save(state, tmp_path / "fsdp2", progress)
         before = digest(state)
-    _ = torchrun(JOB, "carried", model, tmp_path, tmp_path / "fsdp2", "deepspeed", timeout=240)
+    _ = torchrun(JOB, "carried", model, tmp_path, tmp_path / "fsdp2", "deepspeed", timeout=600)
     told = json.loads((tmp_path / "carried-0.json").read_text())
     assert told["before"] == before
     assert told["after"] != before
