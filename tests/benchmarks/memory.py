@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 1 -m tests.benchmarks.memory MODEL-FOLDER-TO-MAKE SIZE NAME [vllm|transformers] [LENGTH]
 
-NAME is one of SETTINGS below; prompts and responses have LENGTH tokens each. Two batches go through every phase; each phase's planned peak stands beside the measured one, and a line is
-appended to results/memory.jsonl.
+NAME is one of SETTINGS below; prompts and responses have LENGTH tokens each. Two batches go through every phase; each phase's planned peak
+stands beside the measured one, and a line is appended to results/memory.jsonl.
 """
 
 import dataclasses as dc
