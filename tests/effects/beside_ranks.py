@@ -1,6 +1,5 @@
 """What real ranks do for `test_beside.py`: beside_ranks.py MODELS RESULTS BACKEND. Rank r leaves what it saw in RESULTS/r.pt."""
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import Tensor
 
 import rft
 from rft.effects.runtime import runtime_of
+from rft.parallel.world import open_world
 from rft.spec.lora import LoRA
 from tests.trainers.backends import specification
 from tests.trainers.batches import random_experience, rows_of
@@ -104,8 +104,10 @@ def launches() -> Any:
 
 
 def main() -> None:
+    _ = open_world(1, timeout_s=300)  # one world for all launches: DeepSpeed remembers the groups of the first
     seen = {scene.__name__: scene() for scene in (company, base, launches)}
-    torch.save(seen, RESULTS / f"{os.environ['RANK']}.pt")
+    torch.save(seen, RESULTS / f"{dist.get_rank()}.pt")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
