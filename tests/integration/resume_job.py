@@ -115,12 +115,17 @@ def stops(model: str, out: Path, *_: str) -> None:
             folder.mkdir()
             stopped = next(c.path for c in checkpoints(out / "whole") if c.number == start)
             _ = shutil.copytree(stopped, folder / stopped.name)
-        for scrambled in (random.seed, np.random.seed, torch.manual_seed):
-            _ = scrambled(start + 77)
+        begin_randomly(start)
         with rft.launch(spec_of(model, "transformers")) as state:
             _ = rft.average(state, {})  # nobody looks into the folder before it is there
             told[str(start)] = {"digest": run(state, folder, data, STEPS, seen.append), "seen": seen}
     tell(out, "stops", told)
+
+
+def begin_randomly(seed: int) -> None:
+    """The random numbers of a run that starts anew; one that goes on is to have those of the run that was stopped."""
+    for begin in (random.seed, np.random.seed, torch.manual_seed):
+        _ = begin(seed)
 
 
 def roles(model: str, out: Path, *_: str) -> None:
@@ -160,6 +165,7 @@ def killed(model: str, out: Path) -> None:
     """Each start of the job kills one of its ranks at some moment, but for those after the first KILLS."""
     start, kills = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ.get("KILLS", KILLS))
     data = tokenise(QUESTIONS, find_model(model).tokenizer, max_tokens=64)
+    begin_randomly(0)
     log = (out / f"killed-{os.environ['RANK']}.jsonl").open("a")
 
     def say(seen: Seen) -> None:
