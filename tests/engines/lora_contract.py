@@ -151,6 +151,9 @@ def same_job(alone: Seen, whole: Seen) -> None:
         torch.testing.assert_close(one, other, atol=2e-4, rtol=0)
     assert not torch.equal(alone.tokens[0], alone.tokens[-1])  # it has learnt something
     assert max(alone.gaps) < 1e-4
+    early, late = alone.reference
+    assert torch.equal(early, late)  # the base, whatever the adapter has become
+    torch.testing.assert_close(early, alone.logprobs[0], atol=2e-4, rtol=0)  # an adapter changes nothing at first
     adapter_alone, both = ["load_adapter"], ["load", "load_adapter"]
     assert alone.sent == [*both, *adapter_alone, *adapter_alone, *both, *adapter_alone, *both]
     assert whole.sent == ["load"] * 6

@@ -11,7 +11,8 @@ from rft.data.prompts import Cursor, Share, next_prompts, tokenise
 from rft.data.questions import Question
 from rft.effects.runtime import runtime_of
 from rft.models import find_model
-from rft.spec import LoRA
+from rft.spec import LoRA, Reference
+from rft.state import REFERENCE
 
 SAMPLING = rft.Sampling(samples=2, max_new_tokens=8, temperature=1.0)
 QUESTIONS = tuple(Question(id=i, text=f"{i} is long enough to be cached" * 3, answer=str(i)) for i in range(2))
@@ -19,12 +20,13 @@ QUESTIONS = tuple(Question(id=i, text=f"{i} is long enough to be cached" * 3, an
 
 @dc.dataclass
 class Seen:
-    """What a job samples each time, what its engine is sent, and the gaps between both models on the probe."""
+    """What a job samples each time, what its engine is sent, the gaps on the probe; and what the Reference says early and late."""
 
     tokens: list[torch.Tensor] = dc.field(default_factory=list)
     logprobs: list[torch.Tensor] = dc.field(default_factory=list)
     sent: list[str] = dc.field(default_factory=list)
     gaps: list[float] = dc.field(default_factory=list)
+    reference: list[torch.Tensor] = dc.field(default_factory=list)
 
 
 def cycle(folder: Path, engine: rft.EngineSpec, lora: LoRA) -> Seen:
@@ -33,14 +35,19 @@ def cycle(folder: Path, engine: rft.EngineSpec, lora: LoRA) -> Seen:
     data = tokenise(QUESTIONS, find_model(str(folder)).tokenizer, max_tokens=200)
     prompts, _ = next_prompts(data, Cursor(), len(QUESTIONS), Share())
     seen = Seen()
-    with rft.launch(rft.LaunchSpec(model=str(folder), engine=engine, trainer=trainer, deadline_s=60)) as state:
+    spec = rft.LaunchSpec(model=str(folder), engine=engine, trainer=trainer, reference=Reference(), deadline_s=60)
+    with rft.launch(spec) as state:
         _watch(runtime_of(state).engine, seen.sent)
+        assert state.roles.of(REFERENCE).bytes == 0
         state = rft.refresh(state)
+        first = rft.generate(state, prompts, SAMPLING)
+        seen.reference.append(rft.reference_logprobs(state, first))
         for way in ("awake", "kept", "released", "awake", "released"):
             state = _learn(state, _sample(state, prompts, seen))
             state = rft.sleep(state) if way == "released" else rft.sleep_keeping(state) if way == "kept" else state
             state = rft.broadcast(state) if way == "awake" else rft.refresh(state)
         _ = _sample(state, prompts, seen)
+        seen.reference.append(rft.reference_logprobs(state, first))
         seen.gaps = [gap.largest for gap in rft.health(state).gaps]
     return seen
 
