@@ -71,7 +71,9 @@ def needed_to_score(state: RuntimeState[Any, Any, Any, Any], *masks: Tensor, rol
         return needs.to_value(launch, config, work, ranks)
     frozen = {REFERENCE: launch.reference, EMA: launch.ema, **{reward_model(n): spec for n, spec in launch.reward_models.items()}}
     spec = frozen.get(role)
-    return {} if spec is None or role in runtime.beside.by_actor else needs.to_ask(spec, config, work, ranks)
+    if role in runtime.beside.by_actor:
+        return needs.to_score(launch, config, work, ranks)
+    return {} if spec is None else needs.to_ask(spec, config, work, ranks)
 
 
 def needed_to_probe(state: RuntimeState[Any, Any, Any, Any]) -> Mapping[str, int]:

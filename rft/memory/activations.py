@@ -75,7 +75,7 @@ def activations(of: Blueprint, one: Pass) -> Activations:
             f"the activations of {type(model).__name__} cannot be planned: its code reads values as it runs ({error})"
         ) from error
     within = {id(p) for block in blocks(model) for p in block.parameters()}
-    outside = sum(p.nbytes for p in parameters if id(p) not in within)
+    outside = sum(p.nbytes for p in parameters if p.requires_grad and id(p) not in within)
     return Activations(scoring + mask, kept + mask, training + mask, outside)
 
 

@@ -19,6 +19,7 @@ from rft.spec import (
     DeepSpeedTrainer,
     FSDP2Trainer,
     LaunchSpec,
+    LoRA,
     MovingAverage,
     Reference,
     RewardModel,
@@ -33,7 +34,14 @@ KINDS: dict[str, dict[str, type | None]] = {
     "critic": {"own": Critic, "shared": SharedCritic},
 }
 """What `kind` may be in which table."""
-TABLES = {"launch": LaunchSpec, "schedule": Schedule, "reference": Reference, "ema": MovingAverage, "reward_models": RewardModel}
+TABLES = {
+    "launch": LaunchSpec,
+    "lora": LoRA,
+    "schedule": Schedule,
+    "reference": Reference,
+    "ema": MovingAverage,
+    "reward_models": RewardModel,
+}
 """Tables that are of one kind only."""
 
 

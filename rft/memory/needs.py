@@ -7,7 +7,7 @@ from rft.memory.activations import bounded
 from rft.memory.outline import Blueprint, Head, blueprint, read_config
 from rft.memory.sharding import shards_of
 from rft.memory.steps import Rows, Work, asking, scoring, training
-from rft.spec import FrozenSpec, LaunchSpec, Reference, RewardModel, SharedCritic
+from rft.spec import DeepSpeedTrainer, FrozenSpec, FSDP2Trainer, LaunchSpec, Reference, RewardModel, SharedCritic
 from rft.spec.training import Training
 
 
@@ -20,12 +20,12 @@ def work_of(mask: Any, device: str) -> Work:
 
 def to_score(launch: LaunchSpec, config: Any, work: Work, ranks: int) -> Rows:
     """Log-probs of the rows by the Actor, whose configuration this is."""
-    return _pass(blueprint(config), launch.trainer, work, ranks)
+    return _pass(_actor(launch, config), launch.trainer, work, ranks)
 
 
 def to_train(launch: LaunchSpec, config: Any, work: Work, ranks: int) -> Rows:
     """An optimizer step of the Actor."""
-    return _step(blueprint(config), launch.trainer, work, ranks)
+    return _step(_actor(launch, config), launch.trainer, work, ranks)
 
 
 def to_ask(spec: FrozenSpec, config: Any, work: Work, ranks: int) -> Rows:
@@ -39,7 +39,7 @@ def to_value(launch: LaunchSpec, config: Any, work: Work, ranks: int) -> Rows:
     """Values by the Critic, on a model of its own or on the Actor's hidden states."""
     spec = launch.critic
     if spec is None or isinstance(spec, SharedCritic):
-        return _pass(blueprint(config), launch.trainer, work, ranks, read=blueprint(config, "value"))
+        return _pass(_actor(launch, config), launch.trainer, work, ranks, read=blueprint(config, "value"))
     return _pass(_of(spec.model, config, "value"), spec.trainer, work, ranks)
 
 
@@ -60,7 +60,12 @@ def _step(of: Blueprint, trainer: object, work: Work, ranks: int) -> Rows:
 
 
 def _known(trainer: object) -> TypeGuard[Training]:
-    return isinstance(trainer, Training) and trainer.lora is None
+    return isinstance(trainer, FSDP2Trainer) or (isinstance(trainer, DeepSpeedTrainer) and trainer.lora is None)
+
+
+def _actor(launch: LaunchSpec, config: Any) -> Blueprint:
+    trainer: object = launch.trainer
+    return blueprint(config, lora=trainer.lora if isinstance(trainer, Training) else None)
 
 
 def _of(named: str | None, actor: Any, head: Head) -> Blueprint:

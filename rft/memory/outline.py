@@ -9,6 +9,8 @@ from torch import nn
 
 from rft.errors import BadInput
 from rft.models import attention_of
+from rft.spec import LoRA
+from rft.trainers import adapter
 from rft.trainers.hugging_face import blocks
 
 Head = Literal["language", "value", "reward"]
@@ -17,18 +19,27 @@ Head = Literal["language", "value", "reward"]
 
 @dc.dataclass(frozen=True)
 class Outline:
-    """Shapes of every parameter, tied ones once, in the model's order; and how many elements are where."""
+    """Shapes of every parameter, tied ones once, in the model's order; and how many elements are where. An adapter's are apart."""
 
     shapes: tuple[torch.Size, ...]
     blocks: tuple[int, ...]
     """Parameters of each block."""
+    adapter: tuple[torch.Size, ...] = ()
+    """Of an adapted model's A and B, which are all that is trained."""
+    adapter_blocks: tuple[int, ...] = ()
+    """Parameters of the adapter in each block."""
     exact: tuple[torch.Size, ...] = ()
     """Those that stay in fp32 where a model is held in less: a head of one number."""
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """All but an adapter's."""
         return sum(shape.numel() for shape in self.shapes)
+
+    @property
+    def trained(self) -> "Outline":
+        """What has masters, moments and gradients: the adapter if there is one, else all."""
+        return Outline(self.adapter, self.adapter_blocks) if self.adapter else self
 
     @property
     def largest_block(self) -> int:
@@ -52,12 +63,13 @@ class Blueprint:
 
     text: str
     head: Head
+    lora: LoRA | None
     config: Any = dc.field(compare=False, repr=False)
 
 
-def blueprint(config: Any, head: Head = "language") -> Blueprint:
-    """Of a transformers configuration."""
-    return Blueprint(f"{type(config).__name__} {config.to_json_string(use_diff=False)}", head, config)
+def blueprint(config: Any, head: Head = "language", lora: LoRA | None = None) -> Blueprint:
+    """Of a transformers configuration, adapted or not."""
+    return Blueprint(f"{type(config).__name__} {config.to_json_string(use_diff=False)}", head, lora, config)
 
 
 def read_config(model: str) -> Any:
@@ -74,9 +86,15 @@ def read_config(model: str) -> Any:
 def outline(of: Blueprint) -> Outline:
     """The shapes of a model's parameters. Raises `BadInput` for a model that cannot be built or does not say what its blocks are."""
     model = on_meta(of, torch.float32)
-    each = tuple(sum(p.numel() for p in block.parameters()) for block in blocks(model))
-    exact = () if of.head == "language" else tuple(p.shape for p in head_of(model).parameters())
-    return Outline(tuple(p.shape for p in model.parameters()), each, exact)
+    added = {id(p) for p in model.parameters() if p.requires_grad} if of.lora is not None else set[int]()
+    parts = [list(block.parameters()) for block in blocks(model)]
+    return Outline(
+        shapes=tuple(p.shape for p in model.parameters() if id(p) not in added),
+        blocks=tuple(sum(p.numel() for p in part if id(p) not in added) for part in parts),
+        adapter=tuple(p.shape for p in model.parameters() if id(p) in added),
+        adapter_blocks=tuple(sum(p.numel() for p in part if id(p) in added) for part in parts) if added else (),
+        exact=() if of.head == "language" else tuple(p.shape for p in head_of(model).parameters()),
+    )
 
 
 def on_meta(of: Blueprint, dtype: torch.dtype) -> Any:
@@ -94,11 +112,19 @@ def on_meta(of: Blueprint, dtype: torch.dtype) -> Any:
             model: Any = kind.from_config(copied, dtype=dtype, attn_implementation=attention_of(copied))
     except (ValueError, KeyError, AttributeError) as error:
         raise BadInput(f"a {of.head} model cannot be made of {type(of.config).__name__}: {error}") from error
+    if of.lora is not None:
+        _adapt(model, of.lora, dtype)
     if of.head != "value":
         return model
     body = model.base_model
     body.score = nn.Linear(copied.get_text_config().hidden_size, 1, bias=False, device="meta")
     return body
+
+
+def _adapt(model: Any, lora: LoRA, dtype: torch.dtype) -> None:
+    names = adapter.layers(model, lora.targets)
+    shapes = adapter.shapes(model, names, lora.rank)
+    adapter.put_into(model, names, lora, lambda name: torch.empty(shapes[name], dtype=dtype, device="meta"))
 
 
 def head_of(model: Any) -> Any:

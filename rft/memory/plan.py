@@ -128,7 +128,7 @@ def _phases(cast: _Cast) -> dict[str, list[Rows]]:
     ranks = setting.world_size
     phases: dict[str, list[Rows]] = {}
     if cast.engine is not None:
-        bucket = {"sync bucket": sync_bucket(outline(cast.actor), trainer, ranks)}
+        bucket = {"sync bucket": sync_bucket(outline(cast.actor), trainer, ranks) + _merging(cast)}
         weights = {"engine weights": cast.engine.weights}
         awake = {**weights, "cache": cast.engine.cache}
         phases["broadcast"] = [{**_there(cast, "broadcast", mapped=cast.engine.mapped), **weights, **bucket}]
@@ -151,6 +151,12 @@ def _phases(cast: _Cast) -> dict[str, list[Rows]]:
 USES_ACTOR = ("broadcast", "old log-probs", "train", "ema")
 
 
+def _merging(cast: _Cast) -> int:
+    """W + B A of the largest adapted tensor and B A, in fp32, as they are added up for the engine."""
+    shape = outline(cast.actor)
+    return 2 * FP32 * shape.largest_tensor if shape.adapter else 0
+
+
 def _probe(cast: _Cast) -> Rows:
     """What the Actor takes as it is compared with the engine that wakes: of a long one with `keep_gathered`, all of it in full."""
     setting, few = cast.setting, Work(tokens=PROBE, wanted=PROBE, longest=PROBE)
@@ -164,7 +170,8 @@ def _there(cast: _Cast, phase: str, *, mapped: int = 0) -> dict[str, int]:
     schedule = cast.setting.schedule
     libraries = 0 if cast.engine is None else cast.engine.libraries
     there = {"context": CONTEXT + libraries + mapped + (GROUPS if cast.setting.world_size > 1 else 0)}
-    reads = phase == "critic" and isinstance(cast.setting.launch.critic, SharedCritic)
+    shared = isinstance(cast.setting.launch.critic, SharedCritic)
+    reads = (phase == "critic" and shared) or (phase == "reference" and cast.actor.lora is not None)
     if phase in USES_ACTOR or reads or not schedule.offload_actor:
         there["actor weights"] = cast.held.weights
     if phase == "train" or not schedule.offload_optimizer:

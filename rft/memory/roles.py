@@ -23,8 +23,8 @@ class Model:
 
 
 def actor_blueprint(launch: LaunchSpec) -> Blueprint:
-    """The Actor's. Raises `BadInput` for a model that is not found."""
-    return blueprint(read_config(launch.model))
+    """The Actor's, adapted if it is trained so. Raises `BadInput` for a model that is not found."""
+    return blueprint(read_config(launch.model), lora=trainer_of(launch).lora)
 
 
 def actor_holds(setting: Setting, of: Blueprint) -> Held:
@@ -44,7 +44,7 @@ def engine(setting: Setting, of: Blueprint) -> EngineHolds | None:
         return None
     rows = setting.prompts * setting.samples * launch.tensor_parallel
     lengths = {"longest_prompt": setting.longest_prompt, "longest": setting.longest}
-    return engine_holds(launch.engine, of, launch.tensor_parallel, rows=rows, **lengths)
+    return engine_holds(launch.engine, blueprint(of.config), launch.tensor_parallel, rows=rows, **lengths)
 
 
 def reference(setting: Setting, actor: Blueprint) -> Model | None:
@@ -52,6 +52,9 @@ def reference(setting: Setting, actor: Blueprint) -> Model | None:
     spec = setting.launch.reference
     if spec is None:
         return None
+    if actor.lora is not None:  # the Actor without its adapter
+        used = scoring(actor, trainer_of(setting.launch), setting.work(), setting.world_size)
+        return Model(holds={}, where="device", host=0, used=[used])
     return _asked("reference", spec, actor if spec.model is None else blueprint(read_config(spec.model)), setting)
 
 
@@ -60,7 +63,7 @@ def ema(setting: Setting, actor: Blueprint) -> Model | None:
     spec = setting.launch.ema
     if spec is None:
         return None
-    size = frozen(outline(actor), spec.dtype, spec.shards, setting.world_size)
+    size = frozen(outline(blueprint(actor.config)), spec.dtype, spec.shards, setting.world_size)
     return Model(holds={"ema weights": size}, where=spec.where, host=size if spec.where == "host" else 0, used=[{}])
 
 

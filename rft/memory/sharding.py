@@ -33,14 +33,19 @@ def ours(trainer: object) -> Training:
 
 
 def held(outline: Outline, trainer: Training, ranks: int, rank: int = 0) -> Held:
-    """Of a trained model. Rank 0 holds as much as any other. Raises `BadInput` for an adapter, and shards that do not divide the ranks."""
-    if trainer.lora is not None:
-        raise BadInput("the memory of an adapter (lora) cannot be planned yet; leave lora out for an upper bound")
+    """Of a trained model; of an adapted one the adapter has masters and moments, and all else the dtype of computing.
+
+    Rank 0 holds as much as any other. Raises `BadInput` for shards that do not divide the ranks, and for an adapter under DeepSpeed.
+    """
     if isinstance(trainer, FSDP2Trainer):
         shards = shards_of(trainer.shards, ranks)
-        weights, optimizer = slices(outline.shapes, shards, FP32), MOMENTS * own_slices(outline.shapes, shards, rank, FP32)
+        trained = outline.trained.shapes
+        weights, optimizer = slices(trained, shards, FP32), MOMENTS * own_slices(trained, shards, rank, FP32)
+        weights += slices(outline.shapes, shards, itemsize(trainer.dtype)) if outline.adapter else 0
         return Held(weights=0, optimizer=0, host=weights + optimizer) if trainer.offload else Held(weights=weights, optimizer=optimizer)
     assert isinstance(trainer, DeepSpeedTrainer)
+    if outline.adapter:
+        raise BadInput("the memory of an adapter (lora) under DeepSpeed cannot be planned; plan it with FSDP2, which takes about the same")
     return _zero(outline, trainer, ranks)
 
 

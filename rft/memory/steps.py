@@ -103,7 +103,8 @@ def _blocks_at_once(shards: int) -> int:
 
 
 def _fsdp2_step(shape: Outline, trainer: FSDP2Trainer, lives: Activations, shards: int, *, several: bool) -> tuple[Rows, Rows]:
-    whole, block, outside = (FP32 * n for n in (shape.parameters, shape.largest_block, shape.outside))
+    trained = shape.trained
+    whole, block, outside = (FP32 * n for n in (trained.parameters, trained.largest_block, trained.outside))
     reducing = block + block // shards
     earlier = (0 if not several else whole if trainer.keep_gathered else whole // shards) * (trainer.keep_gathered or not trainer.offload)
     begins = {

@@ -57,9 +57,10 @@ class _Scores(Function):
         return torch.empty_like(sums[0]), torch.empty_like(sums[0])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ARG004 (what autograd gives)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:  # noqa: ARG004 (what autograd gives)
         hidden, weight, _ = ctx.saved_tensors
-        of_hidden, of_weight = torch.empty_like(hidden, dtype=torch.float32), torch.empty_like(weight)
+        of_hidden = torch.empty_like(hidden, dtype=torch.float32)
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         logits = _block(hidden, weight, ctx.device, torch.float32)
         slopes = logits if hidden.dtype == torch.float32 else torch.empty_like(logits, dtype=hidden.dtype)
         del logits

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from rft.memory.outline import Blueprint, Head, blueprint
+from rft.spec import LoRA
 from tests.models import tiny_config
 
 BLOCK, OUTSIDE = 147_968, 41_088
 PARAMETERS = 2 * BLOCK + OUTSIDE
 
 
-def tiny(head: Head = "language", **options: Any) -> Blueprint:
-    return blueprint(tiny_config("qwen2", **{"tied": True, **options}), head)
+def tiny(head: Head = "language", lora: LoRA | None = None, **options: Any) -> Blueprint:
+    return blueprint(tiny_config("qwen2", **{"tied": True, **options}), head, lora)
 
 
 def folder(path: Path, **options: Any) -> str:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from rft.errors import BadInput
-from rft.memory.outline import outline, read_config
+from rft.memory.outline import blueprint, outline, read_config
 from tests.memory.models import BLOCK, OUTSIDE, PARAMETERS, folder, tiny
 
 
@@ -27,7 +27,7 @@ def test_no_random_number_of_the_process_is_used():
 
 
 def test_only_the_configuration_is_read(tmp_path):
-    assert outline(tiny()) == outline(tiny().__class__(tiny().text, "language", read_config(folder(tmp_path))))
+    assert outline(tiny()) == outline(blueprint(read_config(folder(tmp_path))))
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     with pytest.raises(BadInput, match="is neither a folder with"):
         _ = read_config(str(tmp_path / "nothing here"))

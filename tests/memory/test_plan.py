@@ -13,6 +13,7 @@ from rft.spec import (
     DeepSpeedTrainer,
     FSDP2Trainer,
     LaunchSpec,
+    LoRA,
     MovingAverage,
     Reference,
     RewardModel,
@@ -221,3 +222,16 @@ def test_an_engine_or_trainer_of_ones_own_cannot_be_planned(model: str):
         _ = plan(setting(model, engine=Own()))
     with pytest.raises(BadInput, match="not for Own"):
         _ = plan(setting(model, trainer=Own()))
+
+
+def test_an_adapter_has_the_gradient_and_its_reference_is_the_actor(model: str):
+    lora = FSDP2Trainer(micro_batch_tokens=128, lora=LoRA(rank=4))
+    made = plan(setting(model, trainer=lora, reference=Reference(), engine=TransformersEngine(), schedule=Schedule(offload_actor=True)))
+    adapter = 2 * 4 * (256 + 192 + 192 + 256 + 384 + 384 + 384)
+    assert rows(made, "train")["actor weights"] == 2 * PARAMETERS + 4 * adapter
+    assert rows(made, "train")["optimizer"] == 8 * adapter
+    assert rows(made, "train")["gradients"] == 4 * adapter + 2 * 4 * adapter // 2
+    assert "reference weights" not in rows(made, "reference")
+    assert "actor weights" in rows(made, "reference")
+    assert rows(made, "broadcast")["sync bucket"] == 8 * 320 * 128
+    assert rows(made, "train")["activations"] < rows(plan(setting(model)), "train")["activations"]
