@@ -28,11 +28,6 @@ class Meter(TorchDispatchMode):
                 self._count(leaf)
         return made
 
-    def lap(self) -> int:
-        """The peak since the last lap; the next one begins with what lives now."""
-        peak, self.peak = self.peak, self.live
-        return peak
-
     def _count(self, tensor: Tensor) -> None:
         storage, key = tensor.untyped_storage(), _key(tensor)
         if key in self._seen:

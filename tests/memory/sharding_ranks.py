@@ -1,6 +1,6 @@
-"""Prints, for each rank and trainer, what the trainer says that it holds beside what was planned.
+"""Writes, on each rank and of each trainer, what the trainer says that it holds beside what was planned.
 
-torchrun sharding_ranks.py MODELS fsdp2|deepspeed
+torchrun sharding_ranks.py MODELS fsdp2|deepspeed RESULTS
 """
 
 import json
@@ -26,17 +26,13 @@ SPECS: dict[str, list[Training]] = {
 }
 
 if __name__ == "__main__":
-    world = open_world(1, timeout_s=60)
+    world, seen = open_world(1, timeout_s=60), []
     for model in ("tied", "uneven"):
         folder = find_model(str(Path(sys.argv[1]) / model))
-        config = folder.config
         for spec in SPECS[sys.argv[2]]:
-            shape = outline(blueprint(config, lora=spec.lora))
             trainer = spec.build(folder, world)
-            parts = held(shape, spec, world.size, world.rank)
             told = [trainer.bytes("model"), trainer.bytes("optimizer")]
             trainer.close()
-            planned = [parts.weights, parts.optimizer]
-            print(
-                "SEEN", json.dumps({"rank": world.rank, "model": model, "spec": repr(spec), "told": told, "planned": planned}), flush=True
-            )
+            parts = held(outline(blueprint(folder.config, lora=spec.lora)), spec, world.size, world.rank)
+            seen.append({"model": model, "spec": repr(spec), "told": told, "planned": [parts.weights, parts.optimizer]})
+    _ = (Path(sys.argv[3]) / f"{world.rank}.json").write_text(json.dumps(seen))
