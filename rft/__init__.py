@@ -1,10 +1,12 @@
 """A functional, explicit-state runtime for reinforcement fine-tuning of language models."""
 
+from rft.checkpoint.folder import newest_checkpoint
 from rft.data.minibatches import Cut, minibatches
 from rft.effects.health import Gap, health
 from rft.errors import (
     BadInput,
     BrokenInvariant,
+    CheckpointFailed,
     ConsumedState,
     DoesNotFit,
     EngineFailed,
@@ -26,7 +28,7 @@ from rft.errors import (
     WrongBatch,
 )
 from rft.experience import Draw, Experience, Minibatch, Prompts, Rollouts, Sampling, assemble, concatenate, demonstrations, experience, take
-from rft.ledger import TABLE, Edge, describe, legal, observation, transition
+from rft.ledger import TABLE, Edge, describe, legal, observation, restoration, transition
 from rft.loops import Collected, Evaluation, Wanted, collect, collect_groups, evaluate, refresh, teaches, update, use
 from rft.objectives import (
     LossTerms,
@@ -36,6 +38,7 @@ from rft.objectives import (
     Totals,
     ValueObjective,
     combined,
+    critic_loss,
     entropy_bonus,
     grpo,
     imitation,
@@ -43,6 +46,7 @@ from rft.objectives import (
     reference_kl,
 )
 from rft.ops.metrics import Metric
+from rft.rewards.combining import combine_rewards
 from rft.rewards.scoring import RewardFailure, RewardFunction, Rewards, Sample
 from rft.spec import (
     Critic,
@@ -50,6 +54,7 @@ from rft.spec import (
     EngineSpec,
     FSDP2Trainer,
     LaunchSpec,
+    LoRA,
     MovingAverage,
     Reference,
     RewardModel,
@@ -92,6 +97,7 @@ from rft.steps import (
     broadcast,
     compute_old_logprobs,
     export,
+    export_adapter,
     finish_batch,
     generate,
     generate_stale,
@@ -104,7 +110,9 @@ from rft.steps import (
     reference_logprobs,
     reload,
     reload_actor,
+    restore,
     rewards,
+    save,
     sleep,
     sleep_keeping,
     supervised_step,
@@ -149,6 +157,7 @@ __all__ = [
     "broadcast",
     "compute_old_logprobs",
     "export",
+    "export_adapter",
     "finish_batch",
     "generate",
     "generate_stale",
@@ -161,7 +170,9 @@ __all__ = [
     "reference_logprobs",
     "reload",
     "reload_actor",
+    "restore",
     "rewards",
+    "save",
     "sleep",
     "sleep_keeping",
     "supervised_step",
@@ -176,6 +187,7 @@ __all__ = [
     "describe",
     "legal",
     "observation",
+    "restoration",
     "transition",
     # compositions
     "Collected",
@@ -194,6 +206,7 @@ __all__ = [
     "EngineSpec",
     "FSDP2Trainer",
     "LaunchSpec",
+    "LoRA",
     "MovingAverage",
     "Reference",
     "RewardModel",
@@ -225,6 +238,7 @@ __all__ = [
     "Totals",
     "ValueObjective",
     "combined",
+    "critic_loss",
     "entropy_bonus",
     "grpo",
     "imitation",
@@ -235,12 +249,16 @@ __all__ = [
     "RewardFunction",
     "Rewards",
     "Sample",
+    "combine_rewards",
+    # checkpoints
+    "newest_checkpoint",
     # what the runtime has seen of itself
     "Gap",
     "health",
     # errors
     "BadInput",
     "BrokenInvariant",
+    "CheckpointFailed",
     "ConsumedState",
     "DoesNotFit",
     "EngineFailed",

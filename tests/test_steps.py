@@ -478,6 +478,7 @@ DESIGN = {
     "all_rows": ("any any any any", "same same same same"),
     "over_ranks": ("any any any any", "same same same same"),
     "export": ("any any any any", "same same same same"),
+    "export_adapter": ("any any any any", "same same same same"),
 }
 """The design's table, written out: what each step needs of the four axes, and what it makes of them."""
 

@@ -8,6 +8,7 @@ from typing import Any
 from jaxtyping import Float32
 from torch import Tensor
 
+from rft.effects.budget import needed_to_score, needed_to_train, require_room
 from rft.effects.runtime import runtime_of
 from rft.errors import BadInput, NonFiniteGradient, RoleError, ShapeError
 from rft.experience import Minibatch, Rollouts
@@ -26,6 +27,7 @@ def reference_logprobs(state: State, rollouts: Rollouts, role: Role) -> Float32[
         if role not in (REFERENCE, EMA):
             raise RoleError(f"{call}: only REFERENCE and EMA give log-probs of rollouts")
         require_here(call, state, role)
+    require_room(call, state, needed_to_score(state, rollouts.mask, role=role))
     model = runtime.beside.frozen[role]
     return model.logprobs(rollouts.tokens, rollouts.mask, rollouts.sampled, rollouts.sampling.temperature or 1.0)
 
@@ -35,6 +37,7 @@ def values(state: State, rollouts: Rollouts) -> Float32[Tensor, "batch seq"]:
     runtime = runtime_of(state)
     with runtime.lockstep.agreement():
         require_here("values(state, rollouts)", state, CRITIC)
+    require_room("values(state, rollouts)", state, needed_to_score(state, rollouts.mask, role=CRITIC))
     return runtime.beside.own_critic.values(rollouts.tokens, rollouts.mask, rollouts.sampled)
 
 
@@ -46,6 +49,7 @@ def model_rewards(state: State, rollouts: Rollouts, role: Role) -> Rewards:
         require_here(call, state, role)
         if role not in runtime.beside.judges:
             raise RoleError(f"{call}: this role is no reward model; write reward_model(name), with a name of LaunchSpec.reward_models")
+    require_room(call, state, needed_to_score(state, rollouts.mask, role=role))
     return given(runtime.beside.judges[role].scores(rollouts))
 
 
@@ -57,6 +61,7 @@ def train_critic(state: State, minibatch: Minibatch, objective: ValueObjective) 
         require_here(call, state, CRITIC)
         require_here(call, state, CRITIC_OPTIMIZER)
         _check(call, minibatch, objective)
+    require_room(call, state, needed_to_train(state, minibatch.mask, role=CRITIC))
     with runtime.ledger.irreversible("runtime", but=(BadInput, NonFiniteGradient, RoleError, ShapeError)):
         return runtime.beside.own_critic.step(minibatch, objective)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rft.effects.budget import require_room
+from rft.effects.budget import needed_to_probe, require_room
 from rft.effects.runtime import Runtime, runtime_of
 from rft.engines.protocol import Keeping
 from rft.errors import RoleError
@@ -14,7 +14,8 @@ def wake(state: RuntimeState[Any, Fresh, Any, Any]) -> Awake:
     runtime = runtime_of(state)
     memory = runtime.engine.memory()
     missing = max(memory.weights - memory.mapped, 0)
-    require_room("wake(state)", state, {"engine cache": memory.cache, **({"engine weights": missing} if missing else {})})
+    coming = {"engine cache": memory.cache, **({"engine weights": missing} if missing else {})}
+    require_room("wake(state)", state, {**coming, **needed_to_probe(state)})
     with runtime.engine_effect():
         runtime.engine.wake_weights()
         runtime.engine.wake_cache()

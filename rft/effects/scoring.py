@@ -8,6 +8,7 @@ from jaxtyping import Float32
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rft.effects.budget import needed_to_score, require_room
 from rft.effects.runtime import runtime_of
 from rft.errors import BadInput, TooStale, WrongBatch
 from rft.experience import DEMONSTRATIONS, Minibatch, Rollouts
@@ -19,6 +20,7 @@ def compute(state: RuntimeState[Any, Any, Any, Any], rollouts: Sequence[Rollouts
     runtime = runtime_of(state)
     with runtime.lockstep.agreement():
         _check("compute_old_logprobs", state, rollouts, max_lag)
+    require_room("compute_old_logprobs(state, *rollouts)", state, needed_to_score(state, *(r.mask for r in rollouts)))
     trainer = runtime.trainer
     batches = tuple(
         BatchLogProbs(batch=r.batch, values=trainer.logprobs(r.tokens, r.mask, r.sampled, r.sampling.temperature or 1.0)) for r in rollouts

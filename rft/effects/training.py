@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rft.effects.budget import needed_to_train, require_room
 from rft.effects.runtime import runtime_of
 from rft.effects.scoring import join
 from rft.errors import BadInput, NonFiniteGradient, RoleError, ShapeError
@@ -28,6 +29,7 @@ def step(
         _check(call, state, minibatch, objective)
         joined = None if old is None else join(call, old, minibatch)
         _check_numbers(call, minibatch, joined)
+    require_room(call, state, needed_to_train(state, minibatch.mask))
     with runtime.ledger.irreversible("runtime", but=(BadInput, NonFiniteGradient, RoleError, ShapeError)):
         return runtime.trainer.step(minibatch, joined, objective)
 

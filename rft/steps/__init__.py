@@ -339,3 +339,12 @@ def export(state: RuntimeState[Any, Any, Any, Any], path: Path, /, *, role: Role
     cannot be written.
     """
     return exporting.export(state, path, role)
+
+
+@observation
+def export_adapter(state: RuntimeState[Any, Any, Any, Any], path: Path, /) -> Path:
+    """Writes the adapter of an Actor with LoRA as a peft folder, which `PeftModel.from_pretrained` loads; rank 0 writes.
+
+    Raises `BadInput` where the Actor has none, or it cannot be written.
+    """
+    return exporting.export_adapter(state, path)

@@ -4,6 +4,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed import accelerator as accelerator
+from deepspeed import ops as ops
 from deepspeed import utils as utils
 from deepspeed import zero as zero
 

@@ -1,0 +1,1 @@
+__compatible_ops__: dict[str, bool]
