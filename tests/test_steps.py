@@ -445,6 +445,33 @@ def test_the_table_of_a_refusal_adds_up(monkeypatch: pytest.MonkeyPatch) -> None
     ]
 
 
+# ---- the models beside the Actor ----
+
+
+def test_each_model_beside_the_actor_gives_its_own() -> None:
+    kind = rft.reward_model("kind")
+    with scripted_launch(beside="own") as begun:
+        state = rft.refresh(begun)
+        rollouts = sampled(state)
+        for role in (rft.REFERENCE, rft.EMA, rft.CRITIC, rft.CRITIC_OPTIMIZER, kind):
+            state = rft.reload(state, role)
+        reference = rft.reference_logprobs(state, rollouts)
+        assert torch.equal(reference, rollouts.logprobs), "the engine holds what the Reference holds, until something is trained"
+        assert rft.model_rewards(state, rollouts, kind).valid.all()
+        ones = torch.ones(rollouts.tokens.shape)
+        batch = rft.experience(rollouts, torch.ones(len(rollouts)), ones, values=rft.values(state, rollouts), returns=ones)
+        state, metrics = rft.train_critic(state, rft.take(batch, torch.arange(len(batch))), rft.critic_loss())
+        assert metrics["loss"] >= 0
+        assert (state.version, type(state.weights)) == (0, Fresh), "Actor and engine are not touched"
+        state = rft.update_ema(state)
+        assert torch.equal(rft.reference_logprobs(state, rollouts, role=rft.EMA), reference), "an average of equal weights"
+
+
+def test_an_actor_without_an_adapter_exports_none(begun: State, tmp_path: Path) -> None:
+    with refused(begun, BadInput, "this Actor has no adapter"):
+        _ = rft.export_adapter(begun, tmp_path / "adapter")
+
+
 # ---- the table ----
 
 ANY, SAME = "any", "same"
