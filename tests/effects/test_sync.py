@@ -58,7 +58,7 @@ def test_a_stream_that_is_not_the_manifests_fails_is_exhausted_and_poisons(
         _ = rft.broadcast(begun)
     assert says in str(caught.value)
     assert taken == list(stream)
-    assert rft.legal(begun) == ("recover",)
+    assert rft.legal(begun) == ("recover", "restore")
 
 
 @pytest.mark.parametrize("held", [{"body": 1, "head": 2}, {"body": 1}, {}])
@@ -68,6 +68,6 @@ def test_checksums_that_differ_fail_and_are_named(begun: State, held: Mapping[st
     engine.checksums = lambda: held
     with pytest.raises(SyncFailed, match="does not hold what it was sent: checksums differ for 2 of 2 tensors, body, head"):
         _ = rft.broadcast(begun)
-    assert rft.legal(begun) == ("recover",)
+    assert rft.legal(begun) == ("recover", "restore")
     del engine.checksums
     assert len(sampled(rft.refresh(rft.recover(begun)))) == 4
