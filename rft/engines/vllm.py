@@ -19,7 +19,7 @@ from rft.engines.delivery import delivery, shapes_of
 from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
 from rft.engines.vllm_host import no_shared_memory, plain_layouts, threads_kept, world_kept
-from rft.engines.vllm_memory import CudaMemory, HostMemory
+from rft.engines.vllm_memory import CudaMemory, HostMemory, require_a_first
 from rft.engines.vllm_sync import choose_sync
 from rft.errors import BadInput, EngineFailed, MissingEngine
 from rft.experience import Sampling
@@ -63,6 +63,8 @@ def start(spec: VLLMEngine, model: ModelFolder, world: World, more: Mapping[str,
     cpu = world.device.type == "cpu"
     with _quiet():
         llm_class = _import()
+        if not cpu:
+            require_a_first()
         with _on_a_cpu() if cpu else nullcontext(True) as plain:
             llm = llm_class(**_options(spec, model, world), **more)
     worker = llm.collective_rpc(_itself)[0]

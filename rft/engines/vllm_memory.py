@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Literal
 
 from rft.engines.vllm_host import give_back_pages
+from rft.errors import BadInput
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -40,6 +41,17 @@ class CudaMemory:
     def wake_cache(self) -> None:
         """Maps the cache."""
         _ = self._llm.wake_up(tags=["kv_cache"])
+
+
+def require_a_first() -> None:
+    """Raises `BadInput` where an engine has been started in this process before, whose pools vLLM keeps for good."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    if CuMemAllocator.get_instance().get_current_usage():
+        raise BadInput(
+            "vLLM was started in this process before, and on CUDA it cannot be started a second time; run each launch with it in a process "
+            "of its own"
+        )
 
 
 class HostMemory:
