@@ -106,11 +106,10 @@ def test_buffers_outlive_a_release(folder: Path, world: World, module: Any) -> N
     """Rotary frequencies are in no checkpoint: an engine that released them too would never be right again."""
     engine = make(folder, world)
     frequencies = dict(engine._module.named_buffers())["model.rotary_emb.inv_freq"]
-    assert not any(frequencies is tensor for tensor in engine._slots.values())
+    assert not any(frequencies is tensor for tensor, _ in engine._places)
     wake_with(engine, module)
     assert engine.generate(requests(*PROMPTS), GREEDY)[3].tokens == greedy(module, PROMPTS[3], 10)
-    engine._slots[("model.rotary_emb.inv_freq",)] = frequencies
-    engine._shapes = {**engine._shapes, ("model.rotary_emb.inv_freq",): frequencies.shape}
+    engine._places.append((frequencies, frequencies.shape))
     engine.sleep("release")
     assert frequencies.numel() == 0, "this is what its handling prevents"
 

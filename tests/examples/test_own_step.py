@@ -17,7 +17,7 @@ from rft.testing import LIBRARY, Call, scripted_launch, walk
 from tests.launching import ROOT
 
 WALK = settings(
-    max_examples=40,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     database=None,

@@ -20,7 +20,7 @@ def words():
 
 {before}
 with last_words(words):
-    print("ready", flush=True)
+    threading.Timer(0.2, print, ["ready"], {{"flush": True}}).start()  # while the main thread waits already
     {waiting}
 """
 

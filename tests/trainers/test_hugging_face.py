@@ -40,14 +40,14 @@ def test_a_model_that_does_not_say_what_its_blocks_are_is_refused(folder: Path) 
 @pytest.mark.parametrize("tied", [True, False])
 def test_names_are_those_of_the_file(tied: bool, tmp_path: Path) -> None:
     model = load(tiny_model(tmp_path, "qwen2", tied=tied, layers=1))
-    assert sorted(hugging_face.checkpoint_names(model)) == sorted(load_file(tmp_path / "model.safetensors"))
+    assert sorted(hugging_face.named_tensors(model)) == sorted(load_file(tmp_path / "model.safetensors"))
 
 
 def test_buffers_come_after_the_parameters_and_only_the_persistent_ones(folder: Path) -> None:
     model = load(folder)
     model.model.register_buffer("kept", torch.ones(2))
     model.model.register_buffer("left", torch.ones(2), persistent=False)
-    names = hugging_face.checkpoint_names(model)
+    names = list(hugging_face.named_tensors(model))
     assert names[-1] == "model.kept"
     assert "model.left" not in names
     assert "model.rotary_emb.inv_freq" not in names
