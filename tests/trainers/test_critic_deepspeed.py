@@ -7,9 +7,9 @@ import pytest
 from tests.trainers.critic_contract import *  # noqa: F403
 from tests.trainers.critic_contract import results
 
+pytestmark = pytest.mark.slow  # what the backends have in common is in the contract of trainers, which is quick
 BACKENDS = ("zero 2", "zero 3", "shared, zero 3")
-ALONE = [pytest.param((1, backend), id=f"{backend}, 1 rank", marks=pytest.mark.slow) for backend in BACKENDS]
-CASES = [*ALONE, *(pytest.param((2, backend), id=f"{backend}, 2 ranks") for backend in BACKENDS)]
+CASES = [pytest.param((ranks, backend), id=f"{backend}, {ranks} ranks") for ranks in (1, 2) for backend in BACKENDS]
 
 
 @pytest.fixture(scope="module", params=CASES)
