@@ -1,7 +1,7 @@
 """The runtime's situation as a value: four orthogonal axes, each witnessed by a field.
 
 Everything about legality stands in three modules: the records and their invariants here, the living state and the decorators
-in `ledger.py`, the steps in `steps.py`. Nothing else decides what may be called when.
+in `ledger`, the steps in `steps`. Nothing else decides what may be called when.
 
     RuntimeState[EngineT, WeightsT, ActorT, OldT]
 

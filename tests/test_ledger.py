@@ -18,7 +18,8 @@ from rft.errors import (
     RuntimeClosed,
     RuntimePoisoned,
 )
-from rft.ledger import TABLE, Ledger, beginning, joint_of, needs, recovery, restoration, route, written
+from rft.ledger import TABLE, Ledger, beginning, joint_of, recovery, restoration
+from rft.ledger.table import needs, route, written
 from rft.state import Devices, Roles, first_state, restored_state, then
 from rft.steps import restore
 from rft.testing import InjectedFault, scripted_devices, scripted_launch, scripted_minibatch

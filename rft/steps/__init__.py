@@ -1,7 +1,7 @@
 """Every step: where it may be called, what it makes of the state, and one line that calls its effect.
 
 Everything about legality stands in three modules: the records and their invariants in `state.py`, the living state and the
-decorators in `ledger.py`, the steps here. What a step really does stands in `effects`, which knows no legality.
+decorators in `ledger`, the steps here. What a step really does stands in `effects`, which knows no legality.
 
 A transition uses its state up and returns the next: write `state = wake(state)`. An observation returns its value, and the state
 lives on. Read a signature as a row of a table: `[Asleep, Fresh, A, O] -> [Awake, Fresh, A, O]` keeps the axes A and O as they are.

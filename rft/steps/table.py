@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from rft.ledger import TABLE, Edge, Joint, needs
+from rft.ledger import TABLE, Edge, Joint
+from rft.ledger.table import needs
 from rft.state import AXES
 
 

@@ -43,7 +43,8 @@ from rft.engines.faults import InjectedFault
 from rft.engines.scripted import scripted_logprob
 from rft.errors import ConsumedState, EngineFailed, EnginePoisoned, IllegalStep, RftError, RuntimeClosed, RuntimePoisoned
 from rft.experience import Rollouts
-from rft.ledger import joint_of, legal, route
+from rft.ledger import joint_of, legal
+from rft.ledger.table import route
 from rft.state import AXES, EMA, Awake, BatchId, NoOld, OldLogProbs, OnDevice, RuntimeState
 from rft.steps import broadcast, generate, wake
 from rft.testing.calls import LIBRARY, SAMPLING, Arguments, Call, State
