@@ -10,18 +10,19 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import objectives
 import plotly.graph_objects as go
 import torch.distributed as dist
+import tyro
 from grpo import Rest
 from grpo_arithmetic import GrpoArithmetic, task
-from job import Task, batches, main
+from job import Task, main, upcoming
 from objectives import Algorithm
 
 import rft
-from rft.data.prompts import Dataset, Share, tokenise
+from rft.data.prompts import Cursor, Dataset, Share, tokenise
 from rft.models import find_model
 from rft.telemetry.run_folder import next_folder
 
@@ -40,15 +41,13 @@ class Compare(GrpoArithmetic):
     """Optimizer steps on each batch; from the second one on the ratio is not 1, and the losses differ."""
     only: tuple[str, ...] = ()
     """Names of algorithms; none: all of them."""
+    save_every: tyro.conf.Suppress[int] = 0  # each of its runs is short, and begins anew: there is nothing to go on from
+    keep: tyro.conf.Suppress[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.updates < 1:
             raise rft.BadInput(f"--updates must be at least 1, got {self.updates}")
-
-    def longer(self, times: int) -> Self:
-        """The same job with more steps, for its prompts."""
-        return dc.replace(self, steps=self.steps * times)
 
 
 def algorithms(job: Compare) -> dict[str, Algorithm]:
@@ -111,7 +110,8 @@ def run(job: Compare, learning: Task, data: Dataset, algorithm: Algorithm) -> Cu
     """One algorithm, from the model as it was."""
     with rft.launch(job.launch_spec()) as state:
         share = Share(index=dist.get_rank(), count=dist.get_world_size())
-        return train(state, batches(data, share, job.longer(TRIES)), job, algorithm, learning.reward)
+        prompts, _ = upcoming(data, Cursor(seed=job.seed), share, job.prompts, job.steps * TRIES)
+        return train(state, iter(prompts), job, algorithm, learning.reward)
 
 
 def plot(curves: dict[str, Curve], page: Path) -> None:

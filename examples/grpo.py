@@ -29,10 +29,10 @@ class Recipe:
     objective: rft.Objective
 
 
-def train(start: Rest, batches: Iterable[rft.Prompts], recipe: Recipe, run: Telemetry) -> Rest:
-    """One optimizer step for each batch of prompts."""
+def train(start: Rest, batches: Iterable[rft.Prompts], recipe: Recipe, run: Telemetry, done: int = 0) -> Rest:
+    """One optimizer step for each batch of prompts, after those that are `done`."""
     state = start
-    for step, prompts in enumerate(batches):
+    for step, prompts in enumerate(batches, done):
         state = rft.refresh(state)
         rollouts = rft.generate(state, prompts, recipe.sampling)
         rewards = rft.rewards(state, rollouts, recipe.reward)

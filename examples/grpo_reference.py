@@ -37,10 +37,10 @@ class ReferenceRecipe(Recipe):
     """What a nat of a response's log π_old − log π_ref costs of its reward."""
 
 
-def train(start: Rest, batches: Iterable[rft.Prompts], recipe: ReferenceRecipe, run: Telemetry) -> Rest:
-    """One iteration for each batch of prompts."""
+def train(start: Rest, batches: Iterable[rft.Prompts], recipe: ReferenceRecipe, run: Telemetry, done: int = 0) -> Rest:
+    """One iteration for each batch of prompts, after those that are `done`."""
     state = start
-    for iteration, prompts in enumerate(batches):
+    for iteration, prompts in enumerate(batches, done):
         state = rft.refresh(state)
         rollouts = rft.generate(state, prompts, recipe.sampling)
         state = rft.sleep(state)

@@ -35,10 +35,10 @@ class RewardsRecipe(Recipe):
     """Of each reward model, by name."""
 
 
-def train(start: Rest, batches: Iterable[rft.Prompts], recipe: RewardsRecipe, run: Telemetry) -> Rest:
-    """One iteration for each batch of prompts."""
+def train(start: Rest, batches: Iterable[rft.Prompts], recipe: RewardsRecipe, run: Telemetry, done: int = 0) -> Rest:
+    """One iteration for each batch of prompts, after those that are `done`."""
     state = start
-    for iteration, prompts in enumerate(batches):
+    for iteration, prompts in enumerate(batches, done):
         state = rft.refresh(state)
         rollouts = rft.generate(state, prompts, recipe.sampling)
         state = rft.sleep(state)

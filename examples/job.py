@@ -4,7 +4,7 @@ import dataclasses as dc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -22,6 +22,8 @@ from rft.telemetry.logging import set_up_logging
 from rft.telemetry.run_folder import Telemetry, next_folder
 
 log = logging.getLogger("rft")
+CHECKPOINTS = "checkpoints"
+"""Their place in the run folder."""
 INTERRUPTED = 130
 """The exit status of a program that Ctrl-C has ended, as shells know it."""
 
@@ -39,7 +41,11 @@ class Job:
     tensor_parallel: int = 1
     """Ranks that share one engine; vllm only."""
     folder: Path | None = None
-    """The run folder, which must not hold a run yet; by default the next free number below runs/."""
+    """The run folder; by default the next free number below runs/. A run that has checkpoints there goes on from the newest."""
+    save_every: int = 0
+    """Steps from one checkpoint to the next, in the run folder; 0: none. The same command and --folder go on from the newest."""
+    keep: int = 2
+    """Checkpoints that are kept."""
     seed: int = 0
     """Decides the order of the questions and every sampled token."""
     steps: int
@@ -62,9 +68,9 @@ class Job:
     """Padded tokens of one forward pass; less takes less memory."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "prompts", "max_prompt_tokens"):
-            if getattr(self, name) < 1:
-                raise rft.BadInput(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        for name, least in (("steps", 1), ("prompts", 1), ("max_prompt_tokens", 1), ("save_every", 0), ("keep", 1)):
+            if getattr(self, name) < least:
+                raise rft.BadInput(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
 
     def launch_spec(self) -> rft.LaunchSpec:
         """The runtime of this job."""
@@ -96,6 +102,18 @@ class Task:
     reward: rft.RewardFunction
 
 
+@dc.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What the job itself goes on from, beside models and random states."""
+
+    step: int = 0
+    """Steps that are done."""
+    cursor: Cursor
+    """Where the next prompts come from."""
+    before: float = 0.0
+    """The accuracy before the first step."""
+
+
 JobT = TypeVar("JobT", bound=Job)
 
 
@@ -106,7 +124,7 @@ def main(kind: type[JobT], task: Callable[[JobT], Task], perform: Callable[[JobT
     try:
         job = tyro.cli(kind, description=kind.__doc__)
         perform(job, task(job))
-    except (rft.BadInput, rft.DoesNotFit, rft.PeerFailed) as error:
+    except (rft.BadInput, rft.CheckpointFailed, rft.DoesNotFit, rft.PeerFailed) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:
         log.warning("interrupted; what there is of the run is in its folder")
@@ -114,6 +132,8 @@ def main(kind: type[JobT], task: Callable[[JobT], Task], perform: Callable[[JobT
 
 
 RecipeT = TypeVar("RecipeT", bound=Recipe)
+Loop = Callable[[Rest, Iterable[rft.Prompts], RecipeT, Telemetry, int], Rest]
+"""Takes a step for each batch of prompts; the number is that of the steps done before."""
 
 
 def perform(job: Job, task: Task) -> None:
@@ -121,9 +141,7 @@ def perform(job: Job, task: Task) -> None:
     carry_out(job, task, "GRPO", Recipe(sampling=job.sampling(), reward=task.reward, objective=rft.grpo()), train)
 
 
-def carry_out(
-    job: Job, task: Task, name: str, recipe: RecipeT, learn: Callable[[Rest, Iterable[rft.Prompts], RecipeT, Telemetry], Rest]
-) -> None:
+def carry_out(job: Job, task: Task, name: str, recipe: RecipeT, learn: Loop[RecipeT]) -> None:
     """Trains by a loop, and tells the accuracy on the held-out questions before and after."""
     tokenizer = find_model(job.model).tokenizer
     data, measured = (tokenise(questions, tokenizer, max_tokens=job.max_prompt_tokens) for questions in (task.training, task.held_out))
@@ -131,24 +149,43 @@ def carry_out(
     title = f"{name} on {task.name}: {Path(job.model).name}"
     with rft.launch(job.launch_spec()) as state:
         share = Share(index=dist.get_rank(), count=dist.get_world_size())
-        with record(state, folder, title=title, config=job, steps=job.steps) as run:
-            state, before = measure(state, measured, share, recipe)
-            run.note(0, {"accuracy": before})
-            state = learn(state, batches(data, share, job), recipe, run)
+        progress, goes_on = Progress(cursor=Cursor(seed=job.seed)), rft.newest_checkpoint(folder / CHECKPOINTS) is not None
+        if goes_on:
+            state, progress = rft.restore(state, folder / CHECKPOINTS, progress)
+        with record(state, folder, title=title, config=job, steps=job.steps, done=progress.step if goes_on else None) as run:
+            if not goes_on:
+                state, before = measure(state, measured, share, recipe)
+                progress = dc.replace(progress, before=before)
+                keep(state, folder, progress, job)
+            if progress.step == 0:
+                run.note(0, {"accuracy": progress.before})
+            while progress.step < job.steps:
+                count = min(job.save_every or job.steps, job.steps - progress.step)
+                prompts, cursor = upcoming(data, progress.cursor, share, job.prompts, count)
+                state = learn(state, prompts, recipe, run, progress.step)
+                progress = dc.replace(progress, step=progress.step + count, cursor=cursor)
+                keep(state, folder, progress, job)
             state, after = measure(state, measured, share, recipe)
             run.note(job.steps, {"accuracy": after})
             _ = rft.export(state, folder / "model")
     if share.index == 0:
-        log.info("accuracy on %d held-out questions: %.1f%% before, %.1f%% after", len(measured), 100 * before, 100 * after)
+        log.info("accuracy on %d held-out questions: %.1f%% before, %.1f%% after", len(measured), 100 * progress.before, 100 * after)
         log.info("run folder: %s (report.html, metrics.jsonl, tensorboard/, model/)", folder)
 
 
-def batches(data: Dataset, share: Share, job: Job) -> Iterator[rft.Prompts]:
-    """This rank's prompts for every step."""
-    cursor = Cursor(seed=job.seed)
-    for _ in range(job.steps):
-        prompts, cursor = next_prompts(data, cursor, job.prompts, share)
-        yield prompts
+def keep(state: Rest, folder: Path, progress: Progress, job: Job) -> None:
+    """A checkpoint, where the job is to have some."""
+    if job.save_every:
+        _ = rft.save(state, folder / CHECKPOINTS, progress, keep=job.keep)
+
+
+def upcoming(data: Dataset, cursor: Cursor, share: Share, size: int, count: int) -> tuple[list[rft.Prompts], Cursor]:
+    """This rank's prompts for `count` steps, and where the next ones come from."""
+    batches = list[rft.Prompts]()
+    for _ in range(count):
+        prompts, cursor = next_prompts(data, cursor, size, share)
+        batches.append(prompts)
+    return batches, cursor
 
 
 def measure(start: Rest, data: Dataset, share: Share, recipe: Recipe) -> tuple[Rest, float]:

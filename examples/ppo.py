@@ -48,10 +48,10 @@ class PPORecipe(Recipe):
     lam: float
 
 
-def train(start: Rest, batches: Iterable[rft.Prompts], recipe: PPORecipe, run: Telemetry) -> Rest:
-    """One iteration for each batch of prompts."""
+def train(start: Rest, batches: Iterable[rft.Prompts], recipe: PPORecipe, run: Telemetry, done: int = 0) -> Rest:
+    """One iteration for each batch of prompts, after those that are `done`."""
     state = start
-    for iteration, prompts in enumerate(batches):
+    for iteration, prompts in enumerate(batches, done):
         state = rft.refresh(state)
         rollouts = rft.generate(state, prompts, recipe.sampling)
         rewards = rft.rewards(state, rollouts, recipe.reward)

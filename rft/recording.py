@@ -14,19 +14,23 @@ from rft.telemetry.run_folder import Elsewhere, RunFolder, Telemetry
 
 
 @contextlib.contextmanager
-def record(state: RuntimeState[Any, Any, Any, Any], folder: Path, /, *, title: str, config: Any, steps: int) -> Generator[Telemetry]:
+def record(
+    state: RuntimeState[Any, Any, Any, Any], folder: Path, /, *, title: str, config: Any, steps: int, done: int | None = None
+) -> Generator[Telemetry]:
     """Opens the folder of a run on rank 0, and nothing on the other ranks. Collective: `with record(state, …) as run:`.
 
     Every step taken inside is a phase of the run. `config` is a dataclass, shown in the report; `steps` is how many times `log` will be
-    called. At the end, however it comes, the report is written. Raises `BadInput` where the folder holds another run, and `PeerFailed`
-    on the other ranks then.
+    called, from the first launch on. A run that goes on says how many are `done`, 0 included: what the folder has of those stays, and
+    what it has of later ones goes, since they come again. At the end, however it comes, the report is written. Raises `BadInput` where
+    the folder holds a run and this one is new, and `PeerFailed` on the other ranks then.
     """
     runtime = runtime_of(state)
     with contextlib.ExitStack() as stack:
         with runtime.lockstep.agreement():
             run = None
             if runtime.world.rank == 0:
-                run = stack.enter_context(RunFolder(folder, title=title, config=config, steps=steps, ranks=runtime.world.size))
+                ranks = runtime.world.size
+                run = stack.enter_context(RunFolder(folder, title=title, config=config, steps=steps, ranks=ranks, done=done))
         if run is None:
             yield Elsewhere()
         else:

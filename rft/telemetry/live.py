@@ -56,28 +56,28 @@ class Display(Protocol):
         ...
 
 
-def open_display(title: str, steps: int) -> Display:
-    """A live view where stderr is a terminal, else plain log lines."""
+def open_display(title: str, steps: int, done: int = 0) -> Display:
+    """A live view where stderr is a terminal, else plain log lines. `done` of the steps were taken by an earlier run."""
     console = Console(stderr=True)
-    return LiveView(title, steps, console) if console.is_terminal else PlainLines(steps)
+    return LiveView(title, steps, console, done) if console.is_terminal else PlainLines(steps, done)
 
 
 class Eta:
-    """How long the rest takes, if it goes on as it went."""
+    """How long the rest takes, if it goes on as it went since `before` steps were done."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps, self._began = steps, time.monotonic()
+    def __init__(self, steps: int, before: int = 0) -> None:
+        self._steps, self._before, self._began = steps, before, time.monotonic()
 
     def left_s(self, done: int) -> float:
         """Seconds for the steps that are left, after `done` of them; 0 when all are."""
-        return (time.monotonic() - self._began) / max(done, 1) * max(self._steps - done, 0)
+        return (time.monotonic() - self._began) / max(done - self._before, 1) * max(self._steps - done, 0)
 
 
 class PlainLines:
     """One log line per step."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps, self._eta = steps, Eta(steps)
+    def __init__(self, steps: int, done: int = 0) -> None:
+        self._steps, self._eta = steps, Eta(steps, done)
 
     def enter(self, phase: str) -> None:
         """Nothing is shown before the step is closed."""
@@ -102,12 +102,12 @@ class PlainLines:
 class LiveView:
     """A panel that follows the run."""
 
-    def __init__(self, title: str, steps: int, console: Console) -> None:
-        self._title, self._steps, self._eta = title, steps, Eta(steps)
+    def __init__(self, title: str, steps: int, console: Console, done: int = 0) -> None:
+        self._title, self._steps, self._eta = title, steps, Eta(steps, done)
         self._began = time.monotonic()
         self._phase, self._phase_began = "starting", self._began
         # What is drawn is replaced, never changed: the panel is drawn by a thread of its own.
-        self._shown, self._noted = Shown(done=0, metrics={}, phases={}), dict[str, float]()
+        self._shown, self._noted = Shown(done=done, metrics={}, phases={}), dict[str, float]()
         self._history: dict[str, tuple[float, ...]] = {}
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
         self._live.start()
@@ -146,7 +146,7 @@ class LiveView:
     def _progress(self) -> RenderableType:
         now, done = time.monotonic(), self._shown.done
         row = Table.grid(padding=(0, 2), expand=True)
-        left = clock(self._eta.left_s(done)) if done else "–"
+        left = clock(self._eta.left_s(done)) if self._shown.metrics else "–"
         row.add_row(
             Text(f"step {done}/{self._steps}", style="bold"),
             ProgressBar(total=max(self._steps, 1), completed=done, width=28),

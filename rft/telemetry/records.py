@@ -62,6 +62,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
+def cut_lines(path: Path, step: int) -> None:
+    """Leaves of a file of JSON lines those of the steps before `step`; a last line that was cut off goes too."""
+    kept = [line for line in read_lines(path) if line["step"] < step]
+    written = path.with_name(path.name + ".partial")
+    _ = written.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    _ = written.replace(path)
+
+
 def read_run(folder: Path) -> dict[str, Any]:
     """What `run.json` says. Raises `BadInput` where `folder` is no run folder."""
     path = folder / RUN

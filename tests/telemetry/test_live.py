@@ -4,7 +4,7 @@ import logging
 import pytest
 from rich.console import Console
 
-from rft.telemetry.live import LiveView, PlainLines, Shown, clock, headline, number, open_display, spark
+from rft.telemetry.live import Eta, LiveView, PlainLines, Shown, clock, headline, number, open_display, spark
 from rft.telemetry.logging import set_up_logging
 
 STEP = Shown(
@@ -55,6 +55,13 @@ def test_the_panel_has_everything():
         "left",
     ):
         assert said in text
+
+
+def test_what_is_left_is_told_from_the_steps_that_this_run_took(monkeypatch):
+    clock_s = iter([100.0, 130.0, 100.0, 130.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock_s))
+    assert Eta(10).left_s(3) == 70.0
+    assert Eta(10, before=2).left_s(5) == 50.0
 
 
 def test_the_display_fits_the_place(monkeypatch):

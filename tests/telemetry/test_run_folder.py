@@ -13,7 +13,7 @@ from rft.spec import LaunchSpec
 from rft.telemetry import report
 from rft.telemetry.live import PlainLines
 from rft.telemetry.memory import Peak
-from rft.telemetry.records import ShownSample, flat, read_lines
+from rft.telemetry.records import ShownSample, flat, read_lines, read_run
 from rft.telemetry.run_folder import RunFolder, versions
 
 # TensorBoard's own imports warn of what they will change.
@@ -27,8 +27,8 @@ class Config:
     names: tuple[str, ...] = ("a", "b")
 
 
-def opened(folder, steps=3):
-    return RunFolder(folder, title="A <run>", config=Config(), steps=steps, ranks=2, display=PlainLines(steps))
+def opened(folder, steps=3, done=None):
+    return RunFolder(folder, title="A <run>", config=Config(), steps=steps, ranks=2, done=done, display=PlainLines(steps, done or 0))
 
 
 def a_run(folder, steps=3):
@@ -191,6 +191,38 @@ def test_another_run_is_not_overwritten(tmp_path):
     a_run(tmp_path / "run")
     with pytest.raises(BadInput, match="holds another run already"):
         opened(tmp_path / "run")
+
+
+def test_a_run_that_goes_on_keeps_what_was_done_and_drops_what_comes_again(tmp_path):
+    folder = a_run(tmp_path / "run")
+    began = read_run(folder)["began"]
+    took = [line["time_s"] for line in read_lines(folder / "metrics.jsonl")][1]
+    with (folder / "phases.jsonl").open("a") as torn:
+        torn.write('{"name": "tra')
+    with opened(folder, steps=3, done=1) as run:
+        with run.phase("generate"):
+            pass
+        run.log(1, {"reward": 0.9})
+    lines = read_lines(folder / "metrics.jsonl")
+    assert [(line["step"], line.get("accuracy"), line.get("reward")) for line in lines] == [(0, 0.11, None), (0, None, 0.0), (1, None, 0.9)]
+    assert lines[-1]["time_s"] >= took, "time goes on too"
+    assert [line["step"] for line in read_lines(folder / "phases.jsonl")] == [0, 0, 1]
+    assert [line["step"] for line in read_lines(folder / "samples.jsonl")] == [0]
+    assert read_run(folder)["began"] == began
+    assert "2 of 3" in (folder / "report.html").read_text()
+
+
+def test_a_run_may_go_on_in_a_folder_of_its_own(tmp_path):
+    with opened(tmp_path / "new", steps=3, done=2) as run:
+        run.log(2, {"reward": 0.9})
+    assert [line["step"] for line in read_lines(tmp_path / "new" / "metrics.jsonl")] == [2]
+
+
+def test_a_run_may_go_on_from_its_very_beginning(tmp_path):
+    folder = a_run(tmp_path / "run")
+    with opened(folder, steps=3, done=0) as run:
+        run.log(0, {"reward": 0.9})
+    assert [(line["step"], line["reward"]) for line in read_lines(folder / "metrics.jsonl")] == [(0, 0.9)]
 
 
 def test_configuration_is_flat_and_names_its_parts():
