@@ -93,6 +93,10 @@ class GrpoReference(GrpoArithmetic):
         """With a Reference: the model as it was, on the host but while it is used."""
         return dc.replace(super().launch_spec(), reference=rft.Reference(dtype=self.dtype, micro_batch_tokens=self.micro_batch_tokens))
 
+    def minibatches(self) -> int:
+        """Optimizer steps that a batch is cut into."""
+        return -(-self.prompts * self.samples // self.minibatch) if self.minibatch else 1
+
     def recipe(self, reward: rft.RewardFunction) -> ReferenceRecipe:
         """What is learnt, and how."""
         surrogate = rft.policy_loss(partial(losses.ppo_clip, low=0.2, high=0.2), aggregate=aggregation.sequence_mean_of_token_means)

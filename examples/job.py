@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 import transformers
 import tyro
@@ -16,6 +17,7 @@ from grpo import Recipe, Rest, train
 import rft
 from rft.data.prompts import Cursor, Dataset, Share, all_prompts, next_prompts, tokenise
 from rft.data.questions import Question
+from rft.memory import Plan, Setting, plan
 from rft.models import find_model
 from rft.recording import record
 from rft.telemetry.logging import set_up_logging
@@ -87,6 +89,25 @@ class Job:
             probe_every=10,  # each probe gathers the whole Actor once more, which is a second on two CPU cores
         )
 
+    def planned(self, ranks: int, device_bytes: int) -> Plan:
+        """What each of `ranks` devices has to hold, phase by phase, if all prompts and responses are as long as they may be."""
+        return plan(
+            Setting(
+                launch=self.launch_spec(),
+                world_size=ranks,
+                device_gib=device_bytes / (1 << 30),
+                prompts=self.prompts,
+                samples=self.samples,
+                minibatches=self.minibatches(),
+                longest_prompt=self.max_prompt_tokens,
+                longest_response=self.max_new_tokens,
+            )
+        )
+
+    def minibatches(self) -> int:
+        """Optimizer steps that a batch is cut into."""
+        return 1
+
     def sampling(self) -> rft.Sampling:
         """How responses are drawn in training."""
         return rft.Sampling(samples=self.samples, max_new_tokens=self.max_new_tokens, temperature=self.temperature)
@@ -157,6 +178,8 @@ def carry_out(job: Job, task: Task, name: str, recipe: RecipeT, learn: Loop[Reci
                 state, before = measure(state, measured, share, recipe)
                 progress = dc.replace(progress, before=before)
                 keep(state, folder, progress, job)
+            if torch.cuda.is_available():
+                run.plan(job.planned(share.count, torch.cuda.get_device_properties(0).total_memory).peaks())
             if progress.step == 0:
                 run.note(0, {"accuracy": progress.before})
             while progress.step < job.steps:

@@ -166,6 +166,10 @@ class PPO(GrpoArithmetic):
         critic = own if self.critic == "own" else rft.SharedCritic(lr=self.critic_lr)
         return dc.replace(spec, critic=critic, reference=rft.Reference(dtype=self.dtype) if self.kl else None)
 
+    def minibatches(self) -> int:
+        """Optimizer steps that a batch is cut into, each epoch."""
+        return -(-self.prompts * self.samples // self.minibatch)
+
     def recipe(self, reward: rft.RewardFunction) -> PPORecipe:
         """What is learnt, and how."""
         surrogate = partial(losses.ppo_clip, low=self.clip, high=self.clip)

@@ -116,6 +116,17 @@ def test_a_job_that_was_stopped_goes_on_as_if_it_had_not(model, tmp_path, alone,
     assert capsys.readouterr().err.count("accuracy on 3 held-out questions") == 3
 
 
+def test_a_job_knows_what_memory_it_takes(model, monkeypatch):
+    monkeypatch.syspath_prepend(SUMS.parent)
+    from ppo import PPO
+
+    job = PPO(model=str(model), engine="vllm", kl=0.1, prompts=3, samples=3, minibatch=4)
+    planned = job.planned(2, 8 << 30)
+    assert {"broadcast", "generate", "old log-probs", "reference", "critic", "train"} <= set(planned.peaks())
+    assert planned.device_bytes == 8 << 30
+    assert job.minibatches() == 3
+
+
 def test_gsm8k_runs_from_files(model, tmp_path, alone, capsys):
     rows = [{"question": f"What is {n} times 2?", "answer": f"<<{n}*2={2 * n}>>\n#### {2 * n}"} for n in range(6)]
     questions = tmp_path / "questions.jsonl"
