@@ -5,8 +5,8 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 case "$*" in
-  "") speed="not slow" ;;
-  --slow) speed="slow" ;;
+  "") speed="not slow" minutes=20 ;;
+  --slow) speed="slow" minutes=300 ;;
   *) echo "usage: bash tests/run.sh [--slow]" >&2; exit 2 ;;
 esac
 
@@ -51,30 +51,37 @@ line() { # line NAME STATUS SECONDS
 }
 
 python=$(command -v python3.11 || command -v python3)
-make() { "$python" tests/environments/make.py "$1"; }
-begin environment-transformers make transformers
-begin environment-vllm make vllm
-finish environment-transformers environment-vllm
-own=.venv-transformers/bin/python with_vllm=.venv-vllm/bin/python with_deepspeed=.venv-deepspeed/bin/python
+make() { for name in "$@"; do "$python" tests/environments/make.py "$name" || return; done; }
+named() { # named ENGINE: the test files that need it, by their name or by a mark
+  { find tests -path "*$1*" -name 'test_*.py'; grep -rl "mark\.$1" --include='test_*.py' tests; } | sort -u
+}
 
-# What needs one core each goes beside one another; the tests of several ranks come after it, alone.
-begin environment-deepspeed make deepspeed
+part environment make transformers
+own=.venv-transformers/bin/python with_vllm=.venv-vllm/bin/python with_deepspeed=.venv-deepspeed/bin/python
+limit=(timeout "${minutes}m") pytest=(-m pytest --durations=10 -m)
+
+# What takes one core goes side by side. The tests that start ranks come after it, and have the cores to themselves.
+begin environments make vllm deepspeed
 legality=(tests/test_state.py tests/test_ledger.py tests/test_steps.py)
-rest=()
+alone=(tests/data tests/engines tests/environments tests/memory tests/ops tests/rewards tests/static tests/telemetry tests/testing)
+mapfile -t rest < <(printf '%s\n' tests/test_*.py | grep -vxF "$(printf '%s\n' "${legality[@]}")")
 if [ "$speed" = "not slow" ]; then
+  begin types "$own" -m pyright --pythonpath "$own"
+  # All branches of what decides about legality, by its own tests.
+  begin legality-covered "$own" -m pytest "${legality[@]}" --cov --cov-config=tests/legality.coveragerc
   part lint "$own" -m ruff check .
   part format "$own" -m ruff format --check .
   part import-order .venv-transformers/bin/lint-imports --no-cache
-  begin types "$own" -m pyright --pythonpath "$own"
-  # All branches of what decides about legality, by its own tests alone.
-  part legality-covered "$own" -m pytest "${legality[@]}" --cov --cov-config=tests/legality.coveragerc
-  rest=("${legality[@]/#/--ignore=}")
-  finish types
 fi
-finish environment-deepspeed
-part tests timeout 1500 "$own" -m pytest "${rest[@]}" -m "$speed and not vllm and not deepspeed"
-part tests-vllm timeout 900 "$with_vllm" -m pytest -m "$speed and vllm"
-part tests-deepspeed env DS_ACCELERATOR=cpu timeout 600 "$with_deepspeed" -m pytest -m "$speed and deepspeed"
+part tests-alone "${limit[@]}" "$own" "${pytest[@]}" "$speed and not vllm and not deepspeed" "${alone[@]}" "${rest[@]}"
+[ "$speed" = "slow" ] || finish types legality-covered
+finish environments
+part tests-ranks "${limit[@]}" "$own" "${pytest[@]}" "$speed and not vllm and not deepspeed" "${alone[@]/#/--ignore=}" "${rest[@]/#/--ignore=}" \
+  "${legality[@]/#/--ignore=}" tests
+mapfile -t files < <(named vllm)
+part tests-vllm "${limit[@]}" "$with_vllm" "${pytest[@]}" "$speed and vllm" "${files[@]}"
+mapfile -t files < <(named deepspeed)
+part tests-deepspeed env DS_ACCELERATOR=cpu "${limit[@]}" "$with_deepspeed" "${pytest[@]}" "$speed and deepspeed" "${files[@]}"
 
 printf '\n==== summary\n%s' "$table"
 [ "$failures" = 0 ] && echo "all good" || echo "$failures of the parts failed; their output is above and in $logs/"

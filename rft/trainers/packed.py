@@ -1,5 +1,6 @@
 """Attention over rows that lie one behind the other, as a function in transformers' own registry of them."""
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -7,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
 from rft.ops.packing import Segments, one_behind_the_other, side_by_side
@@ -16,8 +16,6 @@ from rft.parallel.batches import Layout
 log = logging.getLogger("rft")
 
 NAME = "rft_packed"
-# Older builds take fewer heads of keys and values than of queries without being told.
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 
 
 class CannotPack(Exception):
@@ -94,8 +92,16 @@ def _kernel_takes(query: Tensor, value: Tensor) -> bool:
 def _by_kernel(query: Tensor, key: Tensor, value: Tensor, where: Segments, scaling: float | None) -> Tensor:
     """`[token, head, dim]`, by FlashAttention's kernels for rows of different length."""
     bounds, longest = where.bounds, where.longest
-    result: Any = varlen.varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), **_GROUPED)
-    return result
+    return _kernel()(query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0))
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any]:
+    from torch.nn.attention.varlen import varlen_attn  # here: it imports torch's compiler, which takes seconds
+
+    # Older builds take fewer heads of keys and values than of queries without being told.
+    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return functools.partial(varlen_attn, enable_gqa=True) if grouped else varlen_attn
 
 
 def _by_row(query: Tensor, key: Tensor, value: Tensor, where: Segments, scaling: float | None) -> Tensor:
