@@ -50,7 +50,7 @@ class Watch:
     def __init__(self, every: int, model: ModelFolder) -> None:
         self._every, self._wakes = every, 0
         self._probe = _probe(model.tokenizer)
-        self._waiting: tuple[PolicyVersion, list[float], torch.dtype] | None = None
+        self._waiting: tuple[PolicyVersion, tuple[int, ...], list[float], torch.dtype] | None = None
         self._recent = collections.deque[float](maxlen=MEMORY)
         self.gaps = list[Gap]()
 
@@ -58,18 +58,19 @@ class Watch:
         """Counts a wake, and scores the probe if it is due."""
         self._wakes += 1
         if self._every and self._wakes % self._every == 0:
-            self._waiting = version, engine.score([self._probe])[0], engine.dtype
+            probe = self._probe[: max(engine.max_model_len - 1, 2)]  # an engine may have to sample a token behind what it scores
+            self._waiting = version, probe, engine.score([probe])[0], engine.dtype
 
     def ask_actor(self, trainer: Trainer, version: PolicyVersion, after: str) -> None:
         """Scores the probe by the Actor and compares, if the engine's scores of this version wait for it. Collective."""
         if self._waiting is None:
             return
-        scored, engine, dtype = self._waiting
+        scored, probe, engine, dtype = self._waiting
         self._waiting = None
         if scored != version:
             return
-        tokens = torch.tensor([self._probe])
-        later = (torch.arange(len(self._probe)) > 0)[None]
+        tokens = torch.tensor([probe])
+        later = (torch.arange(len(probe)) > 0)[None]
         actor = trainer.logprobs(tokens, torch.ones_like(later), later, 1.0)[0, 1:]
         gaps = (torch.tensor(engine) - actor).abs()
         self._judge(version, gaps, TOLERANCE[dtype], after)

@@ -28,11 +28,12 @@ class OffBy:
 
     dtype = torch.float32
 
-    def __init__(self, gap: float) -> None:
-        self.gap, self.asked = gap, 0
+    def __init__(self, gap: float, max_model_len: int = 64) -> None:
+        self.gap, self.max_model_len, self.asked = gap, max_model_len, 0
 
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:
         self.asked += 1
+        assert all(len(tokens) < self.max_model_len for tokens in sequences)
         return [[-1.0 - self.gap] * (len(tokens) - 1) for tokens in sequences]
 
     def logprobs(self, tokens: torch.Tensor, mask: torch.Tensor, wanted: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -69,6 +70,13 @@ def test_a_gap_above_the_tolerance_is_an_alarm_that_names_the_last_transition(
     assert len(caplog.records) == int(alarming)
     if seen.alarm:
         assert "after wake (version 3)" in seen.alarm
+
+
+def test_the_probe_is_no_longer_than_the_engine_takes() -> None:
+    watching, short = watch(), cast(Any, OffBy(0.0, max_model_len=20))
+    watching.ask_engine(short, NOW)
+    watching.ask_actor(short, NOW, "wake")
+    assert [gap.mean for gap in watching.gaps] == [0.0]
 
 
 def test_a_gap_far_above_what_is_usual_is_an_alarm_below_the_tolerance_too() -> None:
