@@ -51,7 +51,10 @@ line() { # line NAME STATUS SECONDS
 }
 
 python=$(command -v python3.11 || command -v python3)
-make() { for name in "$@"; do "$python" tests/environments/make.py "$name" || return; done; }
+make() { # make ENVIRONMENT...
+  local each
+  for each in "$@"; do "$python" tests/environments/make.py "$each" || return; done
+}
 named() { # named ENGINE: the test files that need it, by their name or by a mark
   { find tests -path "*$1*" -name 'test_*.py'; grep -rl "mark\.$1" --include='test_*.py' tests; } | sort -u
 }

@@ -27,7 +27,7 @@ def generate(state: RuntimeState[Any, Any, Any, Any], prompts: Prompts, sampling
     with runtime.engine_effect():
         completions = first_token.generate(runtime.engine, [request for part in together for request in part], sampling)
     first = sum(map(len, together[: runtime.world.tp_rank]))
-    runtime.generated += 1
+    runtime.generated, runtime.sampled_after = runtime.generated + 1, runtime.of_engine
     batch = BatchId(f"{runtime.generated}@{state.generation} of {runtime.name}")
     return _rollouts(runtime, batch, prompts, sampling, completions[first : first + len(own)], version)
 

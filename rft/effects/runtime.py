@@ -39,6 +39,10 @@ class Beside:
         return self.critic
 
 
+OF_ENGINE = ("broadcast", "wake", "sleep", "sleep_keeping", "recover")
+"""Transitions of the engine."""
+
+
 class Runtime(Devices):
     """The devices of one launch: this rank's models, its engine, and its connections to the other ranks."""
 
@@ -61,6 +65,8 @@ class Runtime(Devices):
         self.trace = Trace()
         self.watch = Watch(spec.probe_every, model)
         self.name, self.generated = secrets.token_hex(3), 0
+        self.of_engine, self.sampled_after = "launch", "launch"
+        """The engine's last transition, and its last one before the last rollouts."""
 
     @property
     def engine(self) -> Engine:
@@ -74,6 +80,7 @@ class Runtime(Devices):
         return self._engine is not None
 
     def enter(self, step: str, generation: int) -> None:
+        self.of_engine = step if step in OF_ENGINE else self.of_engine
         self.trace.begin(step)
         self._handled = sys.exception()
         try:
@@ -129,7 +136,7 @@ def _movable(trainer: Trainer, beside: Beside) -> dict[Role, Movable]:
 def _cannot(engine: Engine | None, trainer: Trainer) -> dict[str, str]:
     why: dict[str, str] = {}
     if engine is None:
-        steps = ("broadcast", "wake", "sleep", "sleep_keeping", "recover", "generate", "generate_stale")
+        steps = (*OF_ENGINE, "generate", "generate_stale")
         why = dict.fromkeys(steps, "this launch has no rollout engine; give LaunchSpec an engine, or train with supervised_step")
     elif engine.keeps is None:
         why = {"sleep_keeping": f"the engine {engine.name} cannot keep its weights while its cache is unmapped; use sleep"}

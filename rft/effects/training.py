@@ -1,5 +1,6 @@
 """Optimizer steps of the Actor."""
 
+import dataclasses as dc
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +10,8 @@ from rft.effects.runtime import runtime_of
 from rft.effects.scoring import join
 from rft.errors import BadInput, NonFiniteGradient, RoleError, ShapeError
 from rft.experience import Minibatch
-from rft.objectives import Objective
+from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals
+from rft.ops import corrections
 from rft.state import ACTOR_OPTIMIZER, OldLogProbs, RuntimeState
 
 
@@ -20,7 +22,7 @@ def step(
     objective: Objective,
     old: OldLogProbs | None,
 ) -> dict[str, float]:
-    """One optimizer step.
+    """One optimizer step; beside the objective's metrics it reports how far the engine that sampled is from the trainer.
 
     What a trainer refuses on all ranks before it touches the optimizer, a gradient that is not finite too, leaves the state living.
     """
@@ -30,8 +32,28 @@ def step(
         joined = None if old is None else join(call, old, minibatch)
         _check_numbers(call, minibatch, joined)
     require_room(call, state, needed_to_train(state, minibatch.mask))
+    # Adopted from the engine, they say what the engine says; and after the first step the Actor is another one.
+    compared = False
+    if old is not None and not (old.source == "engine" and old.steps):
+        objective, compared = _compared(objective, computed=old.source == "actor"), True
     with runtime.ledger.irreversible("runtime", but=(BadInput, NonFiniteGradient, RoleError, ShapeError)):
-        return runtime.trainer.step(minibatch, joined, objective)
+        metrics = runtime.trainer.step(minibatch, joined, objective)
+    if compared and runtime.has_engine:
+        gaps, after = (metrics["engine_gap"], metrics["engine_gap_max"]), runtime.sampled_after
+        runtime.watch.see_rollouts(*gaps, after, state.version, runtime.engine.dtype)
+    return metrics
+
+
+def _compared(objective: Objective, *, computed: bool) -> Objective:
+    """The objective, with those of `corrections.mismatch` beside its own metrics: of the old log-probs, if computed, else the new."""
+
+    def both(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
+        terms = objective(scores, micro, totals)
+        trainer = micro.old if computed and micro.old is not None else scores.logprobs.detach()
+        seen = corrections.mismatch(trainer, micro.rows.logprobs, micro.responses, totals)
+        return dc.replace(terms, metrics={**seen, **terms.metrics})
+
+    return both
 
 
 def _check(call: str, state: RuntimeState[Any, Any, Any, Any], minibatch: object, objective: object) -> None:

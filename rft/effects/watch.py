@@ -1,19 +1,19 @@
-"""The watch over a synced engine: a short fixed probe, scored by the Actor and by the engine.
+"""The watch over a synced engine: a short fixed probe, scored by the Actor and by the engine; and the rollouts, as both score them.
 
 Checksums say that the bytes arrived; the probe says that the engine computes with them what the Actor computes. It cannot see one
-step at a small learning rate, which lies below bf16's noise; checksums can.
+step at a small learning rate, which lies below bf16's noise; checksums can. What the engine really sampled is seen in every step that
+trains on it, by whatever it was sampled, so that only a jump says something.
 """
 
-import collections
 import dataclasses as dc
 import logging
 import math
 import statistics
+from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from rft.engines.protocol import Engine
 from rft.models import ModelFolder
@@ -28,12 +28,16 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.2}
 """Largest mean gap, in nats, that is no alarm; by the engine's dtype. (Single tokens differ by up to 0.5 in bfloat16.)"""
 MEMORY, FACTOR = 16, 4.0
 """A gap is an alarm, too, if it is above FACTOR times the median of the last MEMORY, and above a hundredth of the tolerance."""
+KEPT = 10_000
+"""Gaps that are remembered."""
+Seen = Literal["probe", "rollouts"]
 
 
 @dc.dataclass(frozen=True, kw_only=True)
 class Gap:
-    """|log p_engine − log p_Actor| over the probe's tokens, in nats, after a broadcast of `version`."""
+    """|log p_engine − log p_Actor| over the tokens of the probe, or of what was trained on, in nats, while the Actor was at `version`."""
 
+    of: Seen
     version: PolicyVersion
     mean: float
     largest: float
@@ -51,8 +55,8 @@ class Watch:
         self._every, self._wakes = every, 0
         self._probe = _probe(model.tokenizer)
         self._waiting: tuple[PolicyVersion, tuple[int, ...], list[float], torch.dtype] | None = None
-        self._recent = collections.deque[float](maxlen=MEMORY)
-        self.gaps = list[Gap]()
+        self._recent: dict[Seen, deque[float]] = {"probe": deque(maxlen=MEMORY), "rollouts": deque(maxlen=MEMORY)}
+        self.gaps = deque[Gap](maxlen=KEPT)
 
     def ask_engine(self, engine: Engine, version: PolicyVersion) -> None:
         """Counts a wake, and scores the probe if it is due."""
@@ -73,31 +77,35 @@ class Watch:
         later = (torch.arange(len(probe)) > 0)[None]
         actor = trainer.logprobs(tokens, torch.ones_like(later), later, 1.0)[0, 1:]
         gaps = (torch.tensor(engine) - actor).abs()
-        self._judge(version, gaps, TOLERANCE[dtype], after)
+        self._judge("probe", float(gaps.mean()), float(gaps.max()), version, after, TOLERANCE[dtype])
+
+    def see_rollouts(self, mean: float, largest: float, after: str, version: PolicyVersion, dtype: torch.dtype) -> None:
+        """Takes the gap over the sampled tokens of a step's batch, which all ranks know alike."""
+        self._judge("rollouts", mean, largest, version, after, TOLERANCE[dtype])
 
     def memory(self) -> dict[str, Any]:
         """What later judgements depend on, as plain data."""
-        return {"wakes": self._wakes, "recent": list(self._recent)}
+        return {"wakes": self._wakes, "recent": {of: list(gaps) for of, gaps in self._recent.items()}}
 
     def remember(self, memory: Mapping[str, Any]) -> None:
         """Goes on from what `memory` gave; scores that waited for the Actor were of weights that are gone."""
         self._wakes, self._waiting = memory["wakes"], None
-        self._recent.clear()
-        self._recent.extend(memory["recent"])
+        for of, gaps in self._recent.items():
+            gaps.clear()
+            gaps.extend(memory["recent"][of])
 
-    def _judge(self, version: PolicyVersion, gaps: Tensor, tolerance: float, after: str) -> None:
-        gap = float(gaps.mean())
-        usual = statistics.median(self._recent) if len(self._recent) == MEMORY else tolerance
-        bound = min(tolerance, max(FACTOR * usual, tolerance / 100))
+    def _judge(self, of: Seen, mean: float, largest: float, version: PolicyVersion, after: str, tolerance: float) -> None:
+        recent = self._recent[of]
+        jump = max(FACTOR * statistics.median(recent), tolerance / 100) if len(recent) == MEMORY else math.inf
+        bound = min(tolerance, jump) if of == "probe" else jump
         alarm = None
-        if not gap <= bound:
-            alarm = (
-                f"engine and Actor differ by {gap:.4g} nats on the probe after {after} (version {version}); at most {bound:.4g} is usual"
-            )
+        if not (math.isfinite(mean) and mean <= bound):
+            where = "the probe" if of == "probe" else "sampled tokens"
+            alarm = f"engine and Actor differ by {mean:.4g} nats on {where} after {after} (version {version}); at most {bound:.4g} is usual"
             log.warning("%s", alarm)
-        if math.isfinite(gap):
-            self._recent.append(gap)
-        self.gaps.append(Gap(version=version, mean=gap, largest=float(gaps.max()), alarm=alarm))
+        if math.isfinite(mean):
+            recent.append(mean)
+        self.gaps.append(Gap(of=of, version=version, mean=mean, largest=largest, alarm=alarm))
 
 
 def _probe(tokenizer: Any) -> tuple[int, ...]:

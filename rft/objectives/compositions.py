@@ -89,7 +89,7 @@ def policy_loss(
     leaves out stay in the denominator. Demonstrations are left out altogether.
 
     Metrics, means over the sampled tokens of the global batch: `policy_loss`, `clip_fraction`, `ratio_mean`, `entropy`, `kl` (k3 of old
-    to new), `engine_kl` (k3 of the distribution sampled from to new); with a correction those of `corrections.mismatch`; with `tokens`
+    to new), `engine_kl` (k3 of the distribution sampled from to new); with a correction those of `corrections.weighting`; with `tokens`
     `chosen_fraction`. Raises `BadInput` for what is no function, and what the functions raise.
     """
     given = {"surrogate": surrogate, "aggregate": aggregate, "correction": correction, "tokens": tokens}
@@ -102,7 +102,7 @@ def policy_loss(
         loss, metrics = terms.loss, _seen(scores, old, engine, mask, terms, totals)
         if correction is not None:
             corrected = correction(old, engine, mask)
-            metrics |= corrections.mismatch(old, engine, mask, corrected, totals)
+            metrics |= corrections.weighting(corrected, mask, totals)
             loss = corrected.weights * loss
         if tokens is not None:
             chosen = tokens(scores.entropy.detach(), mask)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rft.ops.aggregation import Totals, token_mean
 from rft.ops.masked import marked, row_mean, row_sum
-from rft.ops.metrics import Metric, effective_sample_size, maximum
+from rft.ops.metrics import Metric, effective_sample_size, maximum, quantiles
 from rft.ops.parameters import require_within
 from rft.ops.ratios import bounded_exp, log_ratio
 from rft.shapes import checked
@@ -179,21 +179,40 @@ def combined(first: Correction, second: Correction) -> Correction:
 
 
 @checked
-def mismatch(old: Tokens, engine: Tokens, mask: Mask, correction: Correction, totals: Totals) -> dict[str, Tensor | Metric]:
-    """How far engine and trainer are apart, and what the correction does about it: this part's share of the batch's metrics.
+def mismatch(trainer: Tokens, engine: Tokens, mask: Mask, totals: Totals) -> dict[str, Tensor | Metric]:
+    """How far engine and trainer are apart on the tokens that were sampled: this part's share of the batch's metrics.
 
-        gap_t = |old_t − engine_t|
+        gap_t = |trainer_t − engine_t|,   ratio_t = exp(trainer_t − engine_t)
 
-    `engine_gap` and `engine_gap_max`: mean and largest gap in nats; `weight`: the mean weight; `weight_clipped` and `weight_masked`:
-    the shares of tokens whose weight was cut, and that were dropped; `effective_sample_size`: of the weights, dropped ones being 0.
-    All over the tokens of the global batch; 0 where there are none.
+    `engine_gap` and `engine_gap_max`: mean and largest gap in nats; `engine_gap_p50`, `_p90` and `_p99`: its quantiles, to within 1.5%;
+    `engine_ratio_outside`: the share of tokens whose ratio lies outside of [0.9, 1.1]. All over the tokens of the global batch; 0 where
+    there are none. Where the sampling cuts the distribution (`top_p`, `top_k`, `min_p`), the mass that it cut is part of the gap.
 
     Source: Liu et al., When Speed Kills Stability, https://richardli.xyz/rl-collapse
     """
-    gap = _change(old, engine, mask).abs()
+    change = _change(trainer, engine, mask)
+    size, ratio = change.abs(), bounded_exp(change)
+    named = zip(("p50", "p90", "p99"), quantiles(size, mask, (0.5, 0.9, 0.99)), strict=True)
     return {
-        "engine_gap": token_mean(gap, mask, totals),
-        "engine_gap_max": maximum(gap, mask),
+        "engine_gap": token_mean(size, mask, totals),
+        "engine_gap_max": maximum(size, mask),
+        **{f"engine_gap_{name}": quantile for name, quantile in named},
+        "engine_ratio_outside": token_mean(((ratio < 0.9) | (ratio > 1.1)).float(), mask, totals),
+    }
+
+
+@checked
+def weighting(correction: Correction, mask: Mask, totals: Totals) -> dict[str, Tensor | Metric]:
+    """What a correction does to the tokens of a batch: this part's share of the batch's metrics.
+
+        effective_sample_size = (Σ w_t)² / (n Σ w_t²)
+
+    of the weights, dropped ones being 0; `weight`: their mean; `weight_clipped` and `weight_masked`: the shares of tokens whose weight
+    was cut, and that were dropped. All over the tokens of the global batch; 0 where there are none.
+
+    Source: Liu et al., When Speed Kills Stability, https://richardli.xyz/rl-collapse
+    """
+    return {
         "weight": token_mean(correction.weights, mask, totals),
         "weight_clipped": token_mean(correction.clipped.float(), mask, totals),
         "weight_masked": token_mean((~correction.kept).float(), mask, totals),

@@ -6,7 +6,7 @@ a `Metric`, which merges with its like. Each stays on its device, unread, until 
 
 import dataclasses as dc
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
@@ -20,7 +20,7 @@ from rft.shapes import checked
 
 @runtime_checkable
 class Metric(Protocol):
-    """What is known of a part; merged, of the whole. Frozen records of 0-dimensional tensors."""
+    """What is known of a part; merged, of the whole. Frozen records of tensors."""
 
     def merge(self, other: Self, /) -> Self:
         """That of both parts together, in either order."""
@@ -43,6 +43,32 @@ class Maximum:
     def value(self) -> float:
         largest = float(self.largest)
         return 0.0 if largest == -math.inf else largest
+
+
+FINEST, GROWTH, BINS = 1e-8, 1.03, 800
+"""Bins of a quantile: what is below the finest, and from there on each 3% wider than the one before, to above 1e2."""
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Quantile:
+    """The value that a share `at` of all values does not exceed, to within 1.5%; 0 where there are none.
+
+    Values of at least 0 are counted in bins, since quantiles of parts do not add up to those of the whole, and counts do.
+    """
+
+    at: Tensor
+    """In (0, 1]."""
+    counts: Tensor
+    """How many values lie in each of the `BINS`."""
+
+    def merge(self, other: Self, /) -> Self:
+        return dc.replace(self, counts=self.counts + other.counts)
+
+    def value(self) -> float:
+        below = self.counts.cumsum(0)
+        wanted = float(self.at) * float(below[-1])
+        found = int((below < wanted - 1e-6).sum()) if wanted else 0
+        return FINEST * GROWTH ** (found - 0.5) if found else 0.0
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -101,6 +127,14 @@ def maximum(values: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"]) -> Maxi
     """The largest of the marked values."""
     kept = torch.where(mask, values.detach().float(), -torch.inf)
     return Maximum(largest=torch.cat([kept.flatten(), kept.new_full((1,), -torch.inf)]).max())
+
+
+@checked
+def quantiles(values: Float[Tensor, "*axes"], mask: Bool[Tensor, "*axes"], at: Sequence[float]) -> tuple[Quantile, ...]:
+    """Quantiles of the marked values (at least 0), one for each share of `at`."""
+    bins = (marked(values.detach(), mask).clamp(min=FINEST).div(FINEST).log() / math.log(GROWTH)).ceil().clamp(max=BINS - 1)
+    counts = torch.zeros(BINS, dtype=torch.int64, device=values.device).scatter_add_(0, bins.flatten().long(), mask.flatten().long())
+    return tuple(Quantile(at=torch.tensor(share), counts=counts) for share in at)
 
 
 @checked

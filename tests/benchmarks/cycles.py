@@ -62,7 +62,7 @@ def one_cycle(state: Any, prompts: rft.Prompts, seen: dict[str, list[float]]) ->
     seen["gap_mean"].append(float(gaps.mean()))
     seen["gap_max"].append(float(gaps.max()))
     health = rft.health(state)
-    seen["probe_gap"].append(health.gaps[-1].largest)
+    seen["probe_gap"].append(next(gap.largest for gap in reversed(health.gaps) if gap.of == "probe"))
     for span in health.spans:
         seen[f"{span.name}_s"].append(span.end_s - span.start_s)
     return state

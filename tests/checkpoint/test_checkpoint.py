@@ -69,7 +69,8 @@ def test_a_fresh_launch_goes_on_where_another_was(saved: State, tmp_path: Path) 
 def test_batches_are_numbered_on_and_the_watch_goes_on_watching(saved: State, tmp_path: Path) -> None:
     with scripted_launch() as begun:
         state, _ = restore(begun, tmp_path, FRESH)
-        assert runtime_of(state).watch.memory() == runtime_of(saved).watch.memory() == {"wakes": 1, "recent": [0.0]}
+        remembered = {"wakes": 1, "recent": {"probe": [0.0], "rollouts": [0.0]}}
+        assert runtime_of(state).watch.memory() == runtime_of(saved).watch.memory() == remembered
         assert sampled(rft.refresh(state)).batch.startswith("2@")
 
 

@@ -1,3 +1,4 @@
+import dataclasses as dc
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -136,11 +137,37 @@ def test_it_looks_after_every_so_many_wakes(every: int, looks: int) -> None:
     assert len(watching.gaps) == looks
 
 
+def test_a_jump_on_what_was_sampled_is_an_alarm_however_far_apart_they_usually_are(caplog: pytest.LogCaptureFixture) -> None:
+    """Top-p sampling alone may keep them apart by more than any tolerance."""
+    watching = watch()
+    for gap in [0.3] * MEMORY + [0.4, 1.3, math.nan]:
+        watching.see_rollouts(gap, 2 * gap, "broadcast", NOW, torch.float32)
+    *usual, jump, nothing = watching.gaps
+    assert {(gap.of, gap.alarm) for gap in usual} == {("rollouts", None)}
+    assert (jump.mean, jump.largest) == (1.3, 2.6)
+    assert jump.alarm == "engine and Actor differ by 1.3 nats on sampled tokens after broadcast (version 3); at most 1.2 is usual"
+    assert nothing.alarm is not None
+    assert [record.getMessage() for record in caplog.records] == [jump.alarm, nothing.alarm]
+
+
+def test_probe_and_rollouts_are_judged_apart_and_remembered() -> None:
+    watching, later = watch(), watch()
+    for _ in range(MEMORY):
+        watching.see_rollouts(0.3, 0.3, "wake", NOW, torch.float32)
+        assert look(watching, FP32 / 1000) is not None
+    later.remember(watching.memory())
+    seen = look(later, FP32 / 50)
+    assert seen is not None
+    assert seen.alarm is not None
+    later.see_rollouts(0.31, 0.31, "wake", NOW, torch.float32)
+    assert later.gaps[-1].alarm is None
+
+
 def test_scores_of_another_version_are_dropped() -> None:
     watching = watch()
     assert look(watching, 1.0, actor_at=PolicyVersion(4)) is None
     watching.ask_actor(cast(Any, OffBy(1.0)), NOW, "reload_actor")
-    assert watching.gaps == []
+    assert not watching.gaps
 
 
 def test_the_probe_is_short_and_fixed(begun: State) -> None:
@@ -194,3 +221,40 @@ def test_no_prefix_of_older_weights_reaches_the_probe(begun: State) -> None:
     gap = rft.health(state).gaps[-1]
     assert gap.alarm is not None
     assert "after broadcast (version 1)" in gap.alarm
+
+
+# ---- what was sampled ----
+
+
+def shifted(rollouts: rft.Rollouts, by: float) -> rft.Rollouts:
+    """As if the engine had sampled with other log-probs than the Actor's."""
+    return dc.replace(rollouts, logprobs=torch.where(rollouts.sampled, rollouts.logprobs + by, 0.0))
+
+
+@pytest.mark.parametrize("source", ["actor", "first_step", "engine"])
+def test_a_step_tells_how_far_engine_and_trainer_are_apart(begun: State, source: Any) -> None:
+    ready = rft.refresh(begun)
+    rollouts = shifted(sampled(ready), 0.25)
+    state = rft.compute_old_logprobs(ready, rollouts) if source == "actor" else rft.adopt_logprobs(ready, rollouts, source=source)
+    state, metrics = rft.train_step(state, scripted_minibatch(rollouts), rft.grpo())
+    assert metrics["engine_gap"] == pytest.approx(0.25)
+    assert metrics["engine_gap_max"] == pytest.approx(0.25)
+    assert metrics["engine_gap_p50"] == pytest.approx(0.25, rel=0.015)
+    assert metrics["engine_ratio_outside"] == 1.0
+    seen = rft.health(state).gaps[-1]
+    assert (seen.of, seen.version, seen.alarm) == ("rollouts", NOW - NOW, None)
+    assert seen.mean == metrics["engine_gap"]
+    if source == "engine":
+        _, metrics = rft.train_step(state, scripted_minibatch(rollouts), rft.grpo())
+        assert "engine_gap" not in metrics, "the old log-probs are the engine's, and the new ones of another Actor"
+
+
+def test_an_alarm_names_what_the_engine_did_before_it_sampled(begun: State, caplog: pytest.LogCaptureFixture) -> None:
+    state = begun
+    for round in range(MEMORY + 1):
+        ready = rft.wake(rft.broadcast(state))
+        rollouts = shifted(sampled(ready), 1.0 if round == MEMORY else 0.01)
+        scored = rft.compute_old_logprobs(rft.sleep(ready), rollouts)
+        state, _ = rft.train_step(scored, scripted_minibatch(rollouts), rft.grpo())
+        state = rft.finish_batch(state)
+    assert "nats on sampled tokens after wake (version 16)" in caplog.text

@@ -161,12 +161,22 @@ def test_decoupled_ppo_is_the_importance_weighted_objective() -> None:
 
 
 def test_mismatch_by_hand() -> None:
-    correction = corrections.masked(ENGINE + RATIOS.log(), ENGINE, MASK, cap=2.5)
-    numbers = metrics.read(corrections.mismatch(ENGINE + RATIOS.log(), ENGINE, MASK, correction, Totals(tokens=5, sequences=2)))
+    numbers = metrics.read(corrections.mismatch(ENGINE + RATIOS.log(), ENGINE, MASK, Totals(tokens=5, sequences=2)))
+    for name, gap in (("p50", math.log(2)), ("p90", math.log(3)), ("p99", math.log(3))):
+        assert numbers.pop(f"engine_gap_{name}") == pytest.approx(gap, rel=0.015)
     assert numbers == pytest.approx(
         {
             "engine_gap": (math.log(2) + math.log(3) + math.log(2) + math.log(1.5)) / 5,
             "engine_gap_max": math.log(3),
+            "engine_ratio_outside": 4 / 5,
+        }
+    )
+
+
+def test_weighting_by_hand() -> None:
+    correction = corrections.masked(ENGINE + RATIOS.log(), ENGINE, MASK, cap=2.5)
+    assert metrics.read(corrections.weighting(correction, MASK, Totals(tokens=5, sequences=2))) == pytest.approx(
+        {
             "weight": (0.5 + 0 + 2 + 1 + 1.5) / 5,
             "weight_clipped": 0.0,
             "weight_masked": 1 / 5,
@@ -176,13 +186,14 @@ def test_mismatch_by_hand() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(4))
-def test_mismatch_of_parts_merges_to_that_of_the_whole(seed: int) -> None:
+def test_what_parts_say_merges_to_what_is_true_of_the_whole(seed: int) -> None:
     old, engine, _, mask = random_tokens(seed, torch.float32)
     totals = Totals(tokens=int(mask.sum()), sequences=int(mask.any(1).sum()))
 
     def of(rows: slice) -> dict[str, Tensor | metrics.Metric]:
         parts = old[rows], engine[rows], mask[rows]
-        return corrections.mismatch(*parts, corrections.truncated(*parts, cap=1.1), totals)
+        weights = corrections.weighting(corrections.truncated(*parts, cap=1.1), mask[rows], totals)
+        return {**corrections.mismatch(*parts, totals), **weights}
 
     whole = metrics.read(of(slice(None)))
     assert metrics.read(metrics.merged([of(slice(0, 1)), of(slice(1, 3)), of(slice(3, None))])) == pytest.approx(whole, rel=1e-5, abs=1e-7)
@@ -190,6 +201,11 @@ def test_mismatch_of_parts_merges_to_that_of_the_whole(seed: int) -> None:
     if mask.any():
         assert 0 < whole["effective_sample_size"] <= 1
         assert whole["engine_gap_max"] >= whole["engine_gap"] > 0
+        gaps = (old - engine)[mask].abs()
+        assert whole["engine_gap"] == pytest.approx(float(gaps.mean()), rel=1e-4)
+        assert whole["engine_gap_p50"] == pytest.approx(float(gaps.sort().values[(len(gaps) - 1) // 2]), rel=0.016)
+        outside = [not 0.9 <= math.exp(change) <= 1.1 for change in (old - engine)[mask].tolist()]
+        assert whole["engine_ratio_outside"] == pytest.approx(sum(outside) / len(outside))
 
 
 # ---- what is refused ----

@@ -34,10 +34,31 @@ def test_explained_variance_by_hand() -> None:
     assert metrics.explained_variance(torch.rand(3), torch.full((3,), 0.7), torch.ones(3, dtype=torch.bool)).value() == 0.0
 
 
+def test_quantiles_by_hand() -> None:
+    values, mask = torch.tensor([[0.0, 0.02, NAN], [0.5, 3.0, 1e9]]), torch.tensor([[True, True, False], [True, True, True]])
+    half, most, all_of_them = metrics.quantiles(values, mask, (0.4, 0.8, 1.0))
+    assert half.value() == pytest.approx(0.02, rel=0.015)
+    assert most.value() == pytest.approx(3.0, rel=0.015)
+    assert all_of_them.value() > 100, "beyond the last bin"
+    assert metrics.quantiles(values, mask, (0.2,))[0].value() == 0.0
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_quantiles_are_those_of_sorting_and_merge(seed: int) -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(seed)).exp() / 10
+    mask = torch.ones(1000, dtype=torch.bool)
+    for at in (0.01, 0.5, 0.9, 0.99, 1.0):
+        naive = float(values.sort().values[math.ceil(at * 1000) - 1])
+        parts = [metrics.quantiles(part, mask[: len(part)], (at,))[0] for part in values.split(300)]
+        whole = parts[0].merge(parts[1]).merge(parts[2]).merge(parts[3])
+        assert whole.value() == metrics.quantiles(values, mask, (at,))[0].value() == pytest.approx(naive, rel=0.015)
+
+
 def test_of_nothing_they_are_zero() -> None:
     nothing = torch.full((2, 2), NAN), torch.zeros(2, 2, dtype=torch.bool)
     for part in (nothing, (torch.zeros(0), torch.zeros(0, dtype=torch.bool))):
         assert metrics.maximum(*part).value() == metrics.effective_sample_size(*part).value() == 0.0
+        assert metrics.quantiles(*part, (0.5,))[0].value() == 0.0
         assert metrics.explained_variance(part[0], *part).value() == 0.0
     assert metrics.effective_sample_size(torch.zeros(3), torch.ones(3, dtype=torch.bool)).value() == 0.0
     some = torch.tensor([-2.0]), torch.tensor([True])
