@@ -28,15 +28,18 @@ OPTIONAL = {"reference": "the Reference's log-probs", "values": "values", "retur
 """Columns that an experience may do without."""
 
 Finish = Literal["stop", "length"]
-"""Why a response ended: `stop`, it sampled an end token (which is part of it); `length`, it was cut off and has no end token."""
+"""Why a response ended: `stop`, by an end token or a stop string, whose tokens are part of it; `length`, it was cut off."""
 
 
 @dc.dataclass(frozen=True, kw_only=True)
 class Draw:
     """How one token is drawn.
 
-    The distribution is softmax(logits / temperature), cut to the `top_k` most likely tokens (0: all) and then to the smallest set whose
-    mass reaches `top_p`, renormalised. Temperature 0 is greedy; its log-probs are those at temperature 1.
+    The distribution is softmax(logits / temperature), cut to the `top_k` most likely tokens (0: all) and to those that are at least `min_p`
+    times as likely as the likeliest one, then to the smallest set whose mass of these reaches `top_p`, renormalised. Temperature 0 is
+    greedy; its log-probs are those at temperature 1.
+
+    Source of `min_p`: Nguyen et al., Turning Up the Heat, https://arxiv.org/abs/2407.01082
     """
 
     temperature: float = 1.0
@@ -45,12 +48,14 @@ class Draw:
     """Mass of the nucleus; 1 keeps everything."""
     top_k: int = 0
     """Tokens kept; 0 keeps everything."""
+    min_p: float = 0.0
+    """Least probability of a token, as a share of the likeliest one's; 0 keeps everything."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0:
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= self.min_p <= 1:
             raise BadInput(
-                "temperature must be a number of at least 0, top_p in (0, 1], top_k at least 0; "
-                f"got {self.temperature}, {self.top_p}, {self.top_k}"
+                "temperature must be a number of at least 0, top_p in (0, 1], top_k at least 0, min_p in [0, 1]; "
+                f"got {self.temperature}, {self.top_p}, {self.top_k}, {self.min_p}"
             )
 
 
@@ -71,6 +76,10 @@ class Sampling(Draw):
     """Longest response, in tokens."""
     first: Draw | None = None
     """How the first token of a response is drawn; None: as all others."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, in addition to the model's end tokens; the token that completes one is its last."""
+    stop_tokens: tuple[int, ...] = ()
+    """Ids that end a response, in addition to the model's end tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,6 +90,10 @@ class Sampling(Draw):
             raise BadInput(f"samples and max_new_tokens must be at least 1, got {self.samples} and {self.max_new_tokens}")
         if self.first is not None and not hasattr(self.first, "temperature"):
             raise BadInput(f"first must be a Draw or None, got {self.first!r}; write first=Draw(temperature=…)")
+        if type(self.stop) is not tuple or not all(type(text) is str and text for text in self.stop):
+            raise BadInput(f"stop must be a tuple of texts that are not empty, got {self.stop!r}; write stop=('…',)")
+        if type(self.stop_tokens) is not tuple or not all(type(token) is int and token >= 0 for token in self.stop_tokens):
+            raise BadInput(f"stop_tokens must be a tuple of token ids, got {self.stop_tokens!r}; write stop_tokens=(id,)")
 
 
 @tree.record

@@ -107,6 +107,12 @@ def test_rewards_and_advantages_fit_their_rollouts() -> None:
         {"top_k": 2.5},
         {"max_new_tokens": 1.5},
         {"samples": 2.0},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"stop": "text"},
+        {"stop": ("",)},
+        {"stop_tokens": [3]},
+        {"stop_tokens": (-1,)},
     ],
 )
 def test_sampling_refuses_what_cannot_work(wrong: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ def generate(engine: Engine, requests: Sequence[Request], sampling: Sampling) ->
     """
     if sampling.first is None:
         return engine.generate(requests, sampling)
-    openings = engine.generate(requests, _once(sampling.first))
+    openings = engine.generate(requests, _once(sampling.first, sampling.stop_tokens))
     open_ones = [i for i, opening in enumerate(openings) if opening.finish == "length" and sampling.max_new_tokens > 1]
     if not open_ones:
         return openings
@@ -24,8 +24,9 @@ def generate(engine: Engine, requests: Sequence[Request], sampling: Sampling) ->
     return [_joined(opening, ends[i]) if i in ends else opening for i, opening in enumerate(openings)]
 
 
-def _once(draw: Draw) -> Sampling:
-    return Sampling(temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k, max_new_tokens=1)
+def _once(draw: Draw, stop_tokens: tuple[int, ...]) -> Sampling:
+    drawn = {field.name: getattr(draw, field.name) for field in dc.fields(Draw)}
+    return Sampling(**drawn, stop_tokens=stop_tokens, max_new_tokens=1)
 
 
 def _after(request: Request, opening: Completion) -> Request:

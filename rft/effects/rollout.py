@@ -9,6 +9,7 @@ import torch.distributed as dist
 from rft.effects import first_token
 from rft.effects.runtime import Runtime, runtime_of
 from rft.engines.protocol import Completion, Request
+from rft.engines.stopping import StopStrings
 from rft.errors import BadInput, TooStale
 from rft.experience import Finish, Prompts, Rollouts, Sampling
 from rft.parallel.seeds import seed_of
@@ -27,9 +28,11 @@ def generate(state: RuntimeState[Any, Any, Any, Any], prompts: Prompts, sampling
     with runtime.engine_effect():
         completions = first_token.generate(runtime.engine, [request for part in together for request in part], sampling)
     first = sum(map(len, together[: runtime.world.tp_rank]))
+    stops = StopStrings(runtime.model.tokenizer, sampling.stop)
+    completions = [stops.cut(completion) for completion in completions[first : first + len(own)]]
     runtime.generated, runtime.sampled_after = runtime.generated + 1, runtime.of_engine
     batch = BatchId(f"{runtime.generated}@{state.generation} of {runtime.name}")
-    return _rollouts(runtime, batch, prompts, sampling, completions[first : first + len(own)], version)
+    return _rollouts(runtime, batch, prompts, sampling, completions, version)
 
 
 def check_lag(state: RuntimeState[Any, Any, Any, Any], max_lag: int) -> None:

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rft.engines.protocol import Completion, Request
 from rft.engines.sampling import draw, uniforms
+from rft.engines.stopping import StopStrings
 from rft.experience import Sampling
 
 KEEP_ABOVE = 0.75
@@ -37,25 +38,27 @@ class _Batch:
 
 
 @torch.inference_mode()
-def decode(model: Any, requests: Sequence[Request], sampling: Sampling, ends: Int64[Tensor, "end"]) -> list[Completion]:
+def decode(model: Any, requests: Sequence[Request], sampling: Sampling, ends: Int64[Tensor, "end"], stops: StopStrings) -> list[Completion]:
     """Samples one response per request, all of them together; each row's random numbers come from its own seed."""
     device = ends.device
     numbers = torch.stack([uniforms(r.seed, sampling.max_new_tokens) for r in requests]).to(device)
     tokens = torch.zeros(len(requests), sampling.max_new_tokens, dtype=torch.int64, device=device)
     logprobs = torch.zeros(tokens.shape, dtype=torch.float32, device=device)
     counts = torch.full((len(requests),), sampling.max_new_tokens, device=device)
+    stopped = torch.zeros_like(counts, dtype=torch.bool)
     batch, logits = _prefill(model, requests, sampling.max_new_tokens, device)
     for step in range(sampling.max_new_tokens):
         drawn, scores = draw(logits, numbers[batch.rows, step], sampling)
         tokens[batch.rows, step], logprobs[batch.rows, step] = drawn, scores
-        ended = torch.isin(drawn, ends) & batch.alive
+        ended = batch.alive & (torch.isin(drawn, ends) | _stopped(stops, tokens[batch.rows, : step + 1], batch.alive))
+        stopped[batch.rows[ended]] = True
         counts[batch.rows[ended]] = step + 1
         batch.alive &= ~ended
         if step + 1 == sampling.max_new_tokens or not batch.alive.any():
             break
         batch.keep_alive()
         logits = _step(model, batch, tokens[batch.rows, step], step)
-    return _completions(tokens, logprobs, counts, ends)
+    return _completions(tokens, logprobs, counts, stopped)
 
 
 @torch.inference_mode()
@@ -110,12 +113,18 @@ def _step(model: Any, batch: _Batch, tokens: Int64[Tensor, "row"], step: int) ->
     return output.logits[:, -1]
 
 
+def _stopped(stops: StopStrings, tokens: Int64[Tensor, "row seq"], alive: Bool[Tensor, "row"]) -> Bool[Tensor, "row"]:
+    if not stops:
+        return torch.zeros_like(alive)
+    rows = zip(tokens.tolist(), alive.tolist(), strict=True)
+    return torch.tensor([runs and stops.reached(ids) for ids, runs in rows], device=alive.device)
+
+
 def _completions(
-    tokens: Int64[Tensor, "row seq"], logprobs: Float32[Tensor, "row seq"], counts: Int64[Tensor, "row"], ends: Int64[Tensor, "end"]
+    tokens: Int64[Tensor, "row seq"], logprobs: Float32[Tensor, "row seq"], counts: Int64[Tensor, "row"], stopped: Bool[Tensor, "row"]
 ) -> list[Completion]:
-    last = tokens.gather(1, counts[:, None] - 1)[:, 0]
-    columns = (tokens.tolist(), logprobs.tolist(), counts.tolist(), torch.isin(last, ends).tolist())
+    columns = (tokens.tolist(), logprobs.tolist(), counts.tolist(), stopped.tolist())
     return [
-        Completion(tokens=tuple(ids[:n]), logprobs=tuple(scores[:n]), finish="stop" if stopped else "length")
-        for ids, scores, n, stopped in zip(*columns, strict=True)
+        Completion(tokens=tuple(ids[:n]), logprobs=tuple(scores[:n]), finish="stop" if by_itself else "length")
+        for ids, scores, n, by_itself in zip(*columns, strict=True)
     ]

@@ -57,7 +57,10 @@ class Engine(Protocol):
     """Where `sleep("keep")` leaves the weights; None: it cannot keep them."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion per request, in order. `sampling.samples` is not read: a prompt with n samples is n requests."""
+        """One completion per request, in order. `sampling.samples` is not read: a prompt with n samples is n requests.
+
+        An engine need not know stop strings: what comes behind one is cut off (`stopping`). It is faster if it stops there.
+        """
         ...
 
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:

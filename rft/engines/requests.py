@@ -18,6 +18,8 @@ def check_requests(requests: Sequence[Request], sampling: Sampling, *, max_model
                 f"request {index} has {len(request.tokens)} prompt tokens, and {sampling.max_new_tokens} new ones may follow: "
                 f"more than max_model_len={max_model_len}; shorten the prompt, or raise the engine's max_model_len"
             )
+    if max(sampling.stop_tokens, default=0) >= vocab:
+        raise BadInput(f"stop_tokens={sampling.stop_tokens} has a token outside of the model's vocabulary of {vocab}")
 
 
 def check_sequences(sequences: Sequence[tuple[int, ...]], *, max_model_len: int, vocab: int) -> None:

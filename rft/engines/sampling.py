@@ -1,5 +1,7 @@
 """Drawing tokens: pure functions of logits and uniform random numbers, so that a row's draw is a matter of that row alone."""
 
+import math
+
 import numpy as np
 import torch
 from jaxtyping import Float, Float32, Float64, Int64
@@ -35,9 +37,11 @@ def draw(
 
 
 def _cut(logits: Float32[Tensor, "row vocab"], sampling: Sampling) -> Float32[Tensor, "row vocab"]:
-    """Sets to −∞ what lies outside of the `top_k` most likely tokens, and then of the smallest set whose mass reaches `top_p`."""
+    """Sets to −∞ what lies outside of the `top_k` most likely tokens, below `min_p`, and outside of the smallest set of mass `top_p`."""
     vocab = logits.shape[1]
     top_k = min(sampling.top_k or vocab, vocab)
+    if sampling.min_p:
+        logits = logits.masked_fill(logits < logits.max(-1, keepdim=True).values + math.log(sampling.min_p), -torch.inf)
     if top_k == vocab and sampling.top_p == 1:
         return logits
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)

@@ -96,10 +96,11 @@ class ScriptedEngine:
 
     def _complete(self, request: Request, sampling: Sampling) -> Completion:
         tokens, logprobs = list(request.tokens), list[float]()
-        while len(logprobs) < sampling.max_new_tokens and (not logprobs or tokens[-1] != END):
+        ends = (END, *sampling.stop_tokens)
+        while len(logprobs) < sampling.max_new_tokens and (not logprobs or tokens[-1] not in ends):
             tokens.append((request.seed + 7 * len(tokens)) % VOCABULARY)
             logprobs.append(self._logprob(tuple(tokens)))
-        finish = "stop" if tokens[-1] == END else "length"
+        finish = "stop" if tokens[-1] in ends else "length"
         return Completion(tokens=tuple(tokens[len(request.tokens) :]), logprobs=tuple(logprobs), finish=finish)
 
     def _logprob(self, tokens: tuple[int, ...]) -> float:

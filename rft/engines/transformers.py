@@ -10,6 +10,7 @@ from rft.engines.decoding import decode, score
 from rft.engines.delivery import Names, delivery, named
 from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
+from rft.engines.stopping import StopStrings
 from rft.errors import BadInput, EngineFailed, MissingEngine
 from rft.experience import Sampling
 from rft.models import ModelFolder, attention_of
@@ -21,7 +22,7 @@ from rft.spec import TransformersEngine
 def build(spec: TransformersEngine, model: ModelFolder, world: World) -> "Transformers":
     """The engine on this rank's device, awake, with the folder's weights. Raises `BadInput` for TP above 1."""
     module = module_of(spec, model, world).to(world.device)
-    return Transformers(module, end_tokens(model), max_model_len=spec.max_model_len, max_rows=spec.max_rows)
+    return Transformers(module, model, max_model_len=spec.max_model_len, max_rows=spec.max_rows)
 
 
 def module_of(spec: TransformersEngine, model: ModelFolder, world: World) -> Any:
@@ -51,10 +52,10 @@ class Transformers:
     name = "transformers"
     keeps: Literal["device", "host"] | None = "device"
 
-    def __init__(self, module: Any, ends: Sequence[int], *, max_model_len: int, max_rows: int) -> None:
+    def __init__(self, module: Any, model: ModelFolder, *, max_model_len: int, max_rows: int) -> None:
         self._module = module.eval().requires_grad_(False)
         self._device: torch.device = module.device
-        self._ends = torch.tensor(ends, dtype=torch.int64, device=self._device)
+        self._ends, self._tokenizer = end_tokens(model), model.tokenizer
         self.dtype: torch.dtype = module.dtype
         self.max_model_len, self._max_rows = max_model_len, max_rows
         self._places = [(tensor, tensor.shape) for tensor in named(module).values()]
@@ -71,8 +72,10 @@ class Transformers:
         """Samples `max_rows` requests at a time. Raises `BadInput` for one that cannot be served, `EngineFailed` when asleep."""
         self._need("generate", cache=True)
         check_requests(requests, sampling, max_model_len=self.max_model_len, vocab=self._vocab)
+        ends = torch.tensor([*self._ends, *sampling.stop_tokens], dtype=torch.int64, device=self._device)
+        stops = StopStrings(self._tokenizer, sampling.stop)
         parts = (requests[i : i + self._max_rows] for i in range(0, len(requests), self._max_rows))
-        return [completion for part in parts for completion in decode(self._module, part, sampling, self._ends)]
+        return [completion for part in parts for completion in decode(self._module, part, sampling, ends, stops)]
 
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:
         """log p of every token but the first, at temperature 1. Raises as `generate` does."""

@@ -1,6 +1,6 @@
 """The embedded engine with an adapter of its own, which peft's layers add up in each forward pass."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from rft.engines.delivery import Names, delivery, named
 from rft.engines.protocol import Keeping
-from rft.engines.requests import end_tokens
 from rft.engines.transformers import Transformers, module_of
 from rft.errors import EngineFailed
 from rft.models import ModelFolder
@@ -26,14 +25,14 @@ def build(spec: TransformersEngine, model: ModelFolder, world: World, lora: LoRA
     adapter.put_into(module, names, lora, lambda name: torch.empty(shapes[name], dtype=module.dtype))
     for name in names:
         module.get_submodule(name).scaling[adapter.NAME] = 1.0  # B comes scaled
-    return AdaptedTransformers(module.to(world.device), end_tokens(model), max_model_len=spec.max_model_len, max_rows=spec.max_rows)
+    return AdaptedTransformers(module.to(world.device), model, max_model_len=spec.max_model_len, max_rows=spec.max_rows)
 
 
 class AdaptedTransformers(Transformers):
     """See `AdapterEngine`."""
 
-    def __init__(self, module: Any, ends: Sequence[int], *, max_model_len: int, max_rows: int) -> None:
-        super().__init__(module, ends, max_model_len=max_model_len, max_rows=max_rows)
+    def __init__(self, module: Any, model: ModelFolder, *, max_model_len: int, max_rows: int) -> None:
+        super().__init__(module, model, max_model_len=max_model_len, max_rows=max_rows)
         self._parts = {names[0]: tensor for names, tensor in _plainly(module).items() if adapter.is_part(names[0])}
         self._part_shapes: dict[Names, torch.Size] = {(name,): tensor.shape for name, tensor in self._parts.items()}
         self._adapted = False

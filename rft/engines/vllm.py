@@ -106,7 +106,6 @@ def _options(spec: VLLMEngine, model: ModelFolder, world: World) -> dict[str, An
         "model": str(model.path),
         "dtype": spec.dtype,
         "load_format": "dummy",
-        "skip_tokenizer_init": True,
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": world.tp_size,
         "max_model_len": spec.max_model_len,
@@ -249,12 +248,14 @@ class VLLM:
             temperature=1.0 if sampling.temperature else 0.0,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=sampling.max_new_tokens,
             seed=seed,
             logprobs=0,
-            stop_token_ids=self._ends,
+            stop=list(sampling.stop),
+            stop_token_ids=[*self._ends, *sampling.stop_tokens],
             ignore_eos=True,
-            detokenize=False,
+            detokenize=bool(sampling.stop),
         )
         # Set afterwards: the constructor refuses what is above 2 and lifts what is below 0.01, and the sampler takes any. These are
         # made for one request, so vLLM need not copy them, which would go through the constructor again.

@@ -184,5 +184,13 @@ class _Tokenizer:
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [ord(c) % VOCABULARY for c in text]}
 
+    all_special_ids = ()
+
+    def __len__(self) -> int:
+        return VOCABULARY
+
+    def decode(self, tokens: Sequence[int], **_: Any) -> str:
+        return " ".join(map(str, tokens))
+
     def batch_decode(self, rows: Sequence[Sequence[int]], **_: Any) -> list[str]:
-        return [" ".join(map(str, row)) for row in rows]
+        return [self.decode(row) for row in rows]

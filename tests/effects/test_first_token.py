@@ -1,12 +1,14 @@
 import dataclasses as dc
 
 import pytest
+import torch
 
 import rft
 from rft.effects import first_token
 from rft.engines.protocol import Completion, Request
 from rft.experience import Draw, Sampling
 from rft.parallel.seeds import continued
+from rft.testing import scripted_launch, scripted_prompts
 
 SAMPLING = Sampling(temperature=0.5, top_p=0.9, max_new_tokens=5, first=Draw(temperature=8.0, top_k=3))
 
@@ -58,3 +60,25 @@ def test_what_is_no_draw_is_refused() -> None:
         _ = Sampling(first=8.0)
     with pytest.raises(rft.BadInput, match="top_k"):
         _ = Draw(top_k=-1)
+
+
+def test_a_token_that_ends_responses_ends_a_first_one_too() -> None:
+    engine = Recorder()
+    _ = first_token.generate(engine, ASKED, dc.replace(SAMPLING, first=Draw(temperature=3.0, min_p=0.1), stop_tokens=(9,)))
+    (_, once), (_, usual) = engine.rounds
+    assert once == Sampling(temperature=3.0, min_p=0.1, stop_tokens=(9,), max_new_tokens=1)
+    assert usual.stop_tokens == (9,)
+
+
+@pytest.mark.parametrize("first", [None, Draw(temperature=8.0)])
+def test_a_text_ends_a_response_wherever_it_begins(first: Draw | None) -> None:
+    """Also in the first token, which the second round sees as a part of the prompt."""
+    with scripted_launch() as state:
+        ready, sampling = rft.wake(rft.broadcast(state)), Sampling(max_new_tokens=6, first=first)
+        whole = rft.generate(ready, scripted_prompts(), sampling)
+        first_two = " ".join(whole.responses[0].split(" ")[:2])
+        cut = rft.generate(ready, scripted_prompts(), dc.replace(sampling, stop=(first_two,)))
+    assert cut.responses[0] == first_two
+    assert cut.finish[0] == "stop"
+    assert int(cut.sampled[0].sum()) == 2
+    assert torch.equal(cut.logprobs[0][cut.sampled[0]], whole.logprobs[0][whole.sampled[0]][:2])

@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from rft.effects import first_token
 from rft.engines.protocol import Engine, Request
+from rft.engines.stopping import StopStrings
 from rft.errors import BadInput, EngineFailed, SyncFailed
 from rft.experience import Draw, Sampling
+from rft.models import find_model
 from tests.models import tiny_model
 
 END = 257
@@ -50,7 +52,7 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.temperature == 0:
         return logits.log_softmax(-1)
     scaled = logits / sampling.temperature
-    kept = torch.ones_like(scaled, dtype=torch.bool)
+    kept = scaled.softmax(-1) >= sampling.min_p * scaled.softmax(-1).max()
     if sampling.top_k:
         kept &= scaled >= scaled.topk(sampling.top_k).values[-1]
     if sampling.top_p < 1:
@@ -123,6 +125,8 @@ class EngineContract:
             Sampling(top_p=0.5),
             Sampling(temperature=1.7, top_k=40, top_p=0.8),
             Sampling(temperature=4.0, top_k=40),
+            Sampling(temperature=2.0, min_p=0.3),
+            Sampling(temperature=2.0, top_k=30, top_p=0.9, min_p=0.1),
         ],
         ids=str,
     )
@@ -179,6 +183,28 @@ class EngineContract:
                 assert len(completion.tokens) == 32
                 assert END not in completion.tokens
 
+    def test_a_token_of_ones_own_ends_a_response(self, engine: Engine) -> None:
+        asked = [Request(tokens=(1, 2), seed=seed) for seed in range(16)]
+        whole = engine.generate(asked, Sampling(max_new_tokens=16))
+        token = whole[3].tokens[5]
+        for before, completion in zip(whole, engine.generate(asked, Sampling(max_new_tokens=16, stop_tokens=(token,))), strict=True):
+            end = before.tokens.index(token) + 1 if token in before.tokens else len(before.tokens)
+            assert completion.tokens == before.tokens[:end]
+            assert completion.finish == ("stop" if completion.tokens[-1] in (token, END) else "length")
+
+    def test_a_text_ends_a_response(self, engine: Engine, folder: Path) -> None:
+        """Before or at the end of the response as it would be otherwise, and not before the text is there."""
+        tokenizer = find_model(str(folder)).tokenizer
+        asked = [Request(tokens=(1, 2), seed=seed) for seed in range(16)]
+        whole = engine.generate(asked, Sampling(max_new_tokens=16))
+        texts = [tokenizer.decode(c.tokens, skip_special_tokens=True) for c in whole]
+        text = next(letter for text in texts for letter in text[3:] if letter.isascii() and letter.isprintable())
+        sampling = Sampling(max_new_tokens=16, stop=("never there", text))
+        stops = StopStrings(tokenizer, sampling.stop)
+        stopped = engine.generate(asked, sampling)
+        assert any(len(c.tokens) < len(before.tokens) and c.finish == "stop" for c, before in zip(stopped, whole, strict=True))
+        assert [(c.tokens, c.finish) for c in map(stops.cut, stopped)] == [(c.tokens, c.finish) for c in map(stops.cut, whole)]
+
     def test_score(self, engine: Engine, module: Any) -> None:
         for sequence, scores in zip(PROMPTS, engine.score(PROMPTS), strict=True):
             assert is_close(scores, expected_logprobs(module, sequence[:1], sequence[1:], Sampling()), 1e-5)
@@ -193,6 +219,8 @@ class EngineContract:
     def test_requests_that_cannot_be_served(self, engine: Engine, tokens: tuple[int, ...], says: str) -> None:
         with pytest.raises(BadInput, match=says):
             _ = engine.generate([*requests((1, 2)), Request(tokens=tokens, seed=0)], GREEDY)
+        with pytest.raises(BadInput, match="stop_tokens"):
+            _ = engine.generate(requests((1, 2)), dc.replace(GREEDY, stop_tokens=(100_000,)))
         assert len(engine.generate([Request(tokens=(1,) * 246, seed=0)], GREEDY)) == 1
 
     # ---- weights ----

@@ -35,6 +35,9 @@ def test_the_inverse_of_the_cumulative_distribution(u: float, token: int) -> Non
         (Sampling(top_p=1e-9), {1: 1.0}),
         # The mass is that of what top-k has left: 2/3 and 1/3.
         (Sampling(top_k=2, top_p=0.6), {1: 1.0}),
+        (Sampling(min_p=0.51), {1: 1.0}),
+        (Sampling(min_p=0.49), {1: 2 / 3, 3: 1 / 3}),
+        (Sampling(min_p=0.3, top_p=0.6), {1: 1.0}),
         # At temperature 0.5 probabilities are squared: 16, 4, 1 and 1 parts of 22.
         (Sampling(temperature=0.5, top_k=2), {1: 0.8, 3: 0.2}),
         (Sampling(temperature=0.5), {0: 1 / 22, 1: 16 / 22, 2: 1 / 22, 3: 4 / 22}),
