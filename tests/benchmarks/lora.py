@@ -1,10 +1,10 @@
 """LoRA with vLLM: broadcasts of the adapter alone beside merged weights, and what vLLM and the Actor compute with each version.
 
-    torchrun --nproc-per-node 1 -m tests.benchmarks.lora FOLDER-TO-MAKE [SIZE [RANK [STEPS]]]
+    torchrun --nproc-per-node 1 -m tests.benchmarks.lora FOLDER-TO-MAKE merged|adapter [SIZE [RANK [STEPS]]]
 
-One launch for each way to sync, over the same random weights, prompts and seeds: sample, train, broadcast, sample the same prompts
+A process for each way to sync, over the same random weights, prompts and seeds: sample, train, broadcast, sample the same prompts
 again. Old and new log-probs of the same tokens are compared with the Actor's (whatever was kept of an older adapter would show as a
-gap), and the two ways with each other. Appends to results/lora.jsonl.
+gap), and with those of the other way, where that ran before. Appends to results/lora.jsonl.
 """
 
 import itertools
@@ -31,18 +31,17 @@ LR = 2e-3
 """Large: each version is to differ from the one before by more than bf16 rounds away."""
 
 
-def main(folder: str, size: str = "0.5B", rank: str = "16", steps: str = "4") -> None:
-    """Both ways, and a row of what they took and saw."""
+def main(folder: str, sync: str, size: str = "0.5B", rank: str = "16", steps: str = "4") -> None:
+    """One way, and a row of what it took and saw."""
     path = random_model(Path(folder), cast(Size, size))
-    seen = {
-        sync: job(path, LoRA(rank=int(rank), alpha=2.0 * int(rank), sync=cast(Any, sync)), int(steps)) for sync in ("merged", "adapter")
-    }
-    row: dict[str, Any] = {"model": size, "rank": int(rank), "steps": int(steps)}
-    for sync, each in seen.items():
-        row |= {f"{sync}_{name}": value for name, value in each.items() if name != "probe"}
-    gaps = [(one - other).abs() for one, other in zip(seen["adapter"]["probe"], seen["merged"]["probe"], strict=True)]
-    row["adapter_from_merged_first_mean_gap"] = round(float(gaps[0].mean()), 5)
-    row["base_change_mean"] = round(float((seen["adapter"]["probe"][-1] - seen["adapter"]["probe"][0]).abs().mean()), 5)
+    seen = job(path, LoRA(rank=int(rank), alpha=2.0 * int(rank), sync=cast(Any, sync)), int(steps))
+    probe: list[torch.Tensor] = seen.pop("probe")
+    row: dict[str, Any] = {"model": size, "rank": int(rank), "steps": int(steps), "sync": sync, **seen}
+    row["base_change_mean"] = round(float((probe[-1] - probe[0]).abs().mean()), 5)
+    torch.save(probe, path / f"probe-{sync}.pt")
+    other = path / f"probe-{'merged' if sync == 'adapter' else 'adapter'}.pt"
+    if other.is_file():
+        row["first_mean_gap_to_the_other_way"] = round(float((probe[0] - torch.load(other)[0]).abs().mean()), 5)
     for name, value in row.items():
         print(f"{name:40} {value}")
     append("lora", row)

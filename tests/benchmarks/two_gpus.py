@@ -1,6 +1,6 @@
 """FSDP2 over two GPUs and vLLM on the same two, as one TP group and as two DP engines: broadcasts, sampling, and the log-prob gap.
 
-    torchrun --nproc-per-node 2 -m tests.benchmarks.two_gpus FOLDER-TO-MAKE [SIZE] [TP …]
+    torchrun --nproc-per-node 2 -m tests.benchmarks.two_gpus FOLDER-TO-MAKE SIZE TP
 
 The ceiling of a broadcast is measured in the same run: an all-gather of the same bytes, in the engine's dtype and in the trainer's.
 Lines are appended to results/two_gpus.jsonl by rank 0.
@@ -30,17 +30,16 @@ REPEATS = 5
 SAMPLING = rft.Sampling(samples=8, max_new_tokens=128)
 
 
-def main(folder: str, size: str = "0.5B", *tensor_parallel: str) -> None:
-    """One launch for each TP size."""
+def main(folder: str, size: str, tensor_parallel: str) -> None:
+    """One layout: on CUDA vLLM starts once in a process."""
     if RANK == 0:
         _ = random_model(Path(folder), cast(Size, size))
     while not (Path(folder) / "tokenizer_config.json").is_file():  # what is written last
         time.sleep(0.2)
-    for tp in map(int, tensor_parallel or ("2", "1")):
-        row = measured(folder, size, tp)
-        if RANK == 0:
-            append("two_gpus", {"model": size, "tensor_parallel": tp, **row})
-            print(row, flush=True)
+    row = measured(folder, size, int(tensor_parallel))
+    if RANK == 0:
+        append("two_gpus", {"model": size, "tensor_parallel": int(tensor_parallel), **row})
+        print(row, flush=True)
 
 
 def measured(model: str, size: str, tp: int) -> dict[str, Any]:
