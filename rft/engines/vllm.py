@@ -261,6 +261,7 @@ class VLLM:
         # made for one request, so vLLM need not copy them, which would go through the constructor again.
         parameters.temperature = sampling.temperature
         parameters.skip_clone = True
+        parameters.flat_logprobs = True  # a list of numbers, instead of a dictionary of records for each token
         return parameters
 
     def _run(self, prompts: Sequence[tuple[int, ...]], parameters: "Sequence[SamplingParams]") -> "list[RequestOutput]":
@@ -285,5 +286,8 @@ def _completion(output: "RequestOutput") -> Completion:
     if sampled.finish_reason not in ("stop", "length"):
         raise EngineFailed(f"vLLM ended a response for the reason {sampled.finish_reason!r}; recover(state) leads on")
     tokens = tuple(sampled.token_ids)
-    logprobs = tuple(float(at[token].logprob) for at, token in zip(sampled.logprobs, tokens, strict=True))
+    # There is one for each token: none beside that of the sampled one was asked for.
+    logprobs = tuple(map(float, sampled.logprobs.logprobs))
+    if len(logprobs) != len(tokens):
+        raise EngineFailed(f"vLLM gave {len(logprobs)} log-probs for {len(tokens)} tokens; recover(state) leads on")
     return Completion(tokens=tokens, logprobs=logprobs, finish=sampled.finish_reason)

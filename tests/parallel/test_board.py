@@ -33,7 +33,7 @@ class Rank:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
     monkeypatch.setattr(module, "TELL_S", 0.05)
-    monkeypatch.setattr(module, "SILENCE_S", 0.5)
+    monkeypatch.setattr(module, "SILENCE_S", 2.0)  # a busy machine may hold a thread back for a second
     monkeypatch.setattr("rft.parallel.whereabouts.GRACE_S", 0.1)
     store = HashStore()
     return [Rank(number, store) for number in range(3)]
@@ -73,7 +73,7 @@ def test_a_neighbour_that_falls_silent_ends_the_job(ranks: list[Rank]) -> None:
         with ranks[1].board.kept():
             assert ranks[0].end(within=1.0) is None
         for rank in (ranks[0], ranks[2]):
-            assert "nothing was heard of rank 1 for 0.5 s" in (rank.end(within=5) or "")
+            assert "nothing was heard of rank 1 for 2 s" in (rank.end(within=30) or "")
 
 
 def test_a_neighbour_that_has_done_its_part_may_be_silent(ranks: list[Rank]) -> None:
@@ -81,4 +81,4 @@ def test_a_neighbour_that_has_done_its_part_may_be_silent(ranks: list[Rank]) -> 
         with ranks[1].board.kept():
             ranks[1].here.closes(None)
             ranks[1].board.tell(done=True)
-        assert ranks[0].end(within=1.5) is None
+        assert ranks[0].end(within=3) is None

@@ -10,6 +10,7 @@ R = TypeVar("R")
 class SamplingParams:
     temperature: float
     skip_clone: bool
+    flat_logprobs: bool
     def __init__(
         self,
         *,

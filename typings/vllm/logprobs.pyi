@@ -1,2 +1,5 @@
 class Logprob:
     logprob: float
+
+class FlatLogprobs:
+    logprobs: list[float]

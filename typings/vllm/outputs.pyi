@@ -1,8 +1,8 @@
-from vllm.logprobs import Logprob
+from vllm.logprobs import FlatLogprobs, Logprob
 
 class CompletionOutput:
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob]]
+    logprobs: FlatLogprobs
     finish_reason: str | None
 
 class RequestOutput:
