@@ -42,15 +42,15 @@ def main(folder: str, size: str = "0.5B", prompts: str = "32", samples: str = "8
         llm = cast(Any, runtime_of(state).engine)._llm
         ids = [{"prompt_token_ids": row[mask].tolist()} for row, mask in zip(given.tokens, given.mask, strict=True)]
         ways: dict[str, Callable[[int], int]] = {
-            "rft": lambda round: int(rft.generate(state, given, sampling, draw=round).sampled.sum()),
+            "rft": lambda number: int(rft.generate(state, given, sampling, draw=number).sampled.sum()),
             "bare": lambda _: bare(llm, ids, sampling, logprobs=0),
             "bare_without_logprobs": lambda _: bare(llm, ids, sampling),
-            "bare_seeded": lambda round: bare(llm, ids, sampling, logprobs=0, seed=round),
+            "bare_seeded": lambda number: bare(llm, ids, sampling, logprobs=0, seed=number),
         }
         rates: dict[str, list[float]] = {name: [] for name in ways}
-        for round in range(ROUNDS + 1):
+        for number in range(ROUNDS + 1):
             for name, way in ways.items():
-                rates[name].append(rate(way, round))
+                rates[name].append(rate(way, number))
     row: dict[str, Any] = {"model": size, "rows": rows, "new_tokens": sampling.max_new_tokens}
     row |= {f"{name}_tokens_per_s": round(statistics.median(each[1:])) for name, each in rates.items()}
     row["rft_of_bare"] = round(statistics.median(a / b for a, b in zip(rates["rft"][1:], rates["bare"][1:], strict=True)), 3)
@@ -66,10 +66,10 @@ def bare(llm: Any, ids: list[dict[str, list[int]]], sampling: rft.Sampling, **op
     return sum(len(each.token_ids) for output in llm.generate(ids, parameters, use_tqdm=False) for each in output.outputs)
 
 
-def rate(way: Callable[[int], int], round: int) -> float:
+def rate(way: Callable[[int], int], number: int) -> float:
     """Tokens per second of one call."""
     began = time.perf_counter()
-    return way(round) / (time.perf_counter() - began)
+    return way(number) / (time.perf_counter() - began)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ class SamplingParams:
     def __init__(
         self,
         *,
+        n: int = ...,
         temperature: float = ...,
         top_p: float = ...,
         top_k: int = ...,
