@@ -8,9 +8,8 @@ from torch import Tensor
 from rft.spec import DeepSpeedTrainer, FSDP2Trainer, Training
 
 LAUNCHES_OF_FSDP2 = (
-    (1, ("fsdp2",), "quick"),
     (2, ("fsdp2", "fsdp2, offloaded", "fsdp2, shards=1"), "quick"),
-    (1, ("fsdp2, offloaded",), "slow"),
+    (1, ("fsdp2", "fsdp2, offloaded"), "slow"),
     (3, ("fsdp2",), "slow"),
     (4, ("fsdp2, shards=2",), "slow"),
 )
