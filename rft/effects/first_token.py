@@ -29,7 +29,7 @@ def _once(draw: Draw) -> Sampling:
 
 
 def _after(request: Request, opening: Completion) -> Request:
-    return Request(tokens=(*request.tokens, *opening.tokens), seed=continued(request.seed))
+    return dc.replace(request, tokens=(*request.tokens, *opening.tokens), seed=continued(request.seed))
 
 
 def _joined(opening: Completion, end: Completion) -> Completion:
