@@ -38,6 +38,10 @@ class Seen:
     def __post_init__(self) -> None:
         check_record(self)
 
+    def to(self, device: torch.device) -> "Seen":
+        """The same, on a device."""
+        return Seen(**{field.name: getattr(self, field.name).to(device) for field in dc.fields(self)})
+
     def packed(self, mask: Bool[Tensor, "row seq"]) -> "Seen":
         """Of padded rows: the same with the marked tokens one behind the other, in one line."""
         new = mask.flatten().cumsum(dim=0) - 1

@@ -9,7 +9,6 @@ from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rft import tree
 from rft.engines.protocol import Completion, Request
 from rft.engines.sampling import draw, uniforms
 from rft.experience import Sampling
@@ -115,7 +114,7 @@ def _given(
     images = tuple(prompt.images for prompt in prompts)
     if eyes is None or not any(each is not None for each in images):
         return {"input_ids": tokens, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
-    seen = tree.tree_map(lambda tensor: tensor.to(tokens.device), eyes.see(tokens.cpu(), mask.cpu().bool(), images))
+    seen = eyes.see(tokens.cpu(), mask.cpu().bool(), images).to(tokens.device)
     return {"inputs_embeds": embedded(model, tokens, seen), "position_ids": seen.positions}
 
 
