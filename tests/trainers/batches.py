@@ -52,15 +52,18 @@ def some_old(source: Experience, near: Tensor, seed: int = 1) -> Tensor:
 
 
 def seeing_experience(seed: int = 0) -> Experience:
-    """Six rows for `tests.models.tiny_vision_model`: 0 and 1 are samples of one prompt with an image, 3 has two images, 4 one; 2 and 5 none.
+    """Six rows for `tests.models.tiny_vision_model`: 0 and 1 are samples of one prompt with an image, 3 has two images, 4 one.
 
-    Row 5 begins as row 2 does, as samples of one prompt.
+    Rows 2 and 5 are samples of a prompt without any.
     """
     draw = torch.Generator().manual_seed(seed)
     one, two, wide = (some_images(draw, *grids) for grids in (((1, 4, 4),), ((1, 2, 4), (1, 6, 4)), ((1, 2, 8),)))
     images = (one, one, None, two, wide, None)
     prompts = [torch.tensor(prompt_of(draw, images[row])) for row in (0, 2, 3, 4)]
-    rows = [torch.cat([prompts[n], torch.randint(0, 250, (length,), generator=draw)]) for n, length in zip((0, 0, 1, 2, 3, 1), (5, 2, 7, 4, 6, 1), strict=True)]
+    rows = [
+        torch.cat([prompts[n], torch.randint(0, 250, (length,), generator=draw)])
+        for n, length in zip((0, 0, 1, 2, 3, 1), (5, 2, 7, 4, 6, 1), strict=True)
+    ]
     starts = torch.tensor([len(prompts[n]) for n in (0, 0, 1, 2, 3, 1)])[:, None]
     width = max(map(len, rows)) + 1
     mask = torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]

@@ -70,9 +70,8 @@ def cannot(model: object) -> None:
 
 def steps(world: World) -> Any:
     """With images, without any, and with some again; and the weights after them."""
-    trainer, metrics = build(world, eps=1e-7, micro_batch_tokens=40), []
-    for shares in (APART, TEXT, MIXED):
-        metrics.append(trainer.step(share(world, shares), None, grpo()))
+    trainer = build(world, eps=1e-7, micro_batch_tokens=40)
+    metrics = [trainer.step(share(world, shares), None, grpo()) for shares in (APART, TEXT, MIXED)]
     weights = {name: tensor.cpu().clone() for name, tensor in trainer.stream_weights()}
     trainer.close()
     return {"metrics": metrics, "weights": weights}

@@ -1,8 +1,9 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 R = TypeVar("R")
@@ -10,6 +11,7 @@ R = TypeVar("R")
 class SamplingParams:
     temperature: float
     skip_clone: bool
+    output_kind: RequestOutputKind
     def __init__(
         self,
         *,
@@ -27,6 +29,7 @@ class SamplingParams:
 
 class LLM:
     llm_engine: LLMEngine
+    request_counter: Iterator[int]
     def __init__(
         self,
         model: str,
@@ -58,6 +61,7 @@ class LLM:
         use_tqdm: bool = ...,
         lora_request: LoRARequest | None = ...,
     ) -> list[RequestOutput]: ...
+    def wait_for_completion(self, *, use_tqdm: bool = ...) -> list[RequestOutput]: ...
     def collective_rpc(self, method: Callable[[Any], R]) -> list[R]: ...
     def sleep(self, level: int = ...) -> None: ...
     def wake_up(self, tags: list[str] | None = ...) -> bool | None: ...
