@@ -5,6 +5,7 @@ because it starts no model that takes images without one.
 """
 
 import hashlib
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,14 @@ def options(model: ModelFolder) -> dict[str, Any]:
     """How vLLM is started for this model."""
     if model.images is None:
         return {"skip_tokenizer_init": True}
-    # Its cache of processed images knows nothing of ours; and memory is planned by us, not measured with the largest images there may be.
-    return {"limit_mm_per_prompt": {"video": 0}, "mm_processor_cache_gb": 0, "skip_mm_profiling": True}
+    # Its cache of processed images knows nothing of ours; memory is not to be measured with the largest images that there may be; and
+    # newer ones would take pixels that are not normalised, and do that themselves.
+    given: dict[str, Any] = {"limit_mm_per_prompt": {"video": 0}, "mm_processor_cache_gb": 0}
+    given |= {"skip_mm_profiling": True, "mm_device_do_normalize": False}
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = inspect.signature(EngineArgs).parameters
+    return {name: value for name, value in given.items() if name in known}
 
 
 def require_images(llm: "LLM") -> None:

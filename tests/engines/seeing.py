@@ -76,9 +76,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def stored(module: Any) -> dict[str, Tensor]:
     """What a trainer sends, by the names of a checkpoint."""
-    return {
-        name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): t for name, t in weights(module).items()
-    }
+    return {name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): t for name, t in weights(module).items()}
 
 
 class SeeingContract:
