@@ -67,12 +67,15 @@ def test_logprobs_of_actor_and_reference(seen: list[dict[str, Any]], models: Pat
 
 
 def test_steps_are_those_of_a_plain_loop(seen: list[dict[str, Any]], models: Path) -> None:
+    """In the second one no rank has an image: FSDP2 leaves the tower alone, and ZeRO moves it on, as AdamW does for a gradient of zeros."""
     network = oracle.plain_model(models / "seeing")
     optimizer = torch.optim.AdamW(network.parameters(), 1e-3, eps=1e-7, weight_decay=0.0, foreach=False)
     for step, rows in enumerate(((0, 1, 2, 3, 4, 5), (2, 5), (0, 1, 2, 3, 4, 5))):
         loss = oracle.plain_loss(network, rows_of(SOURCE, *rows), None)
         optimizer.zero_grad()
         loss.backward()
+        for parameter in network.parameters() if seen[0]["folder"].name.startswith("zero") else ():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         optimizer.step()
         assert all(rank["steps"]["metrics"][step]["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-5) for rank in seen)
     network.save_pretrained(seen[0]["folder"] / "plain")
