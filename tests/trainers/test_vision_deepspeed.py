@@ -1,5 +1,7 @@
 """ZeRO with images."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +10,14 @@ import pytest
 from tests.trainers.seeing import *  # noqa: F403
 from tests.trainers.seeing import launched
 
-STAGES = ("zero 2", "zero 3")
+QUICK, SLOW = ("zero 2", "zero 3"), ("zero 1", "zero 2, offloaded", "zero 3, offloaded")
 
 
 @pytest.fixture(scope="module")
-def both(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return launched(models, tmp_path_factory.mktemp("results"), *STAGES)
+def runs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], dict[str, list[dict[str, Any]]]]:
+    return functools.cache(lambda stages: launched(models, tmp_path_factory.mktemp("results"), *stages))
 
 
-@pytest.fixture(scope="module", params=STAGES)
-def seen(request: pytest.FixtureRequest, both: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    return both[request.param]
+@pytest.fixture(scope="module", params=[*QUICK, *(pytest.param(stage, marks=pytest.mark.slow) for stage in SLOW)])
+def seen(request: pytest.FixtureRequest, runs: Any) -> list[dict[str, Any]]:
+    return runs(QUICK if request.param in QUICK else SLOW)[request.param]
