@@ -28,6 +28,7 @@ from rft.errors import (
     WrongBatch,
 )
 from rft.experience import Draw, Experience, Minibatch, Prompts, Rollouts, Sampling, assemble, concatenate, demonstrations, experience, take
+from rft.images import Images
 from rft.ledger import TABLE, Edge, describe, legal, observation, restoration, transition
 from rft.loops import Collected, Evaluation, Wanted, collect, collect_groups, evaluate, refresh, teaches, update, use
 from rft.objectives import (
@@ -217,6 +218,7 @@ __all__ = [
     # records
     "Draw",
     "Experience",
+    "Images",
     "Minibatch",
     "Prompts",
     "Rollouts",

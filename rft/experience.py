@@ -3,12 +3,14 @@
 Shapes: `batch` counts sequences (one row per sample), `seq` tokens. Every row starts at column 0 with its prompt, then its
 response, then padding on the right; all tensors of a record share one `seq` axis. What stands at column t is about token t: the
 log-prob at t is that of token t given those before it. Nothing here is decoded and tokenised again: the tokens that were sampled
-are the tokens that are trained on.
+are the tokens that are trained on. Where prompts have images, a column of records goes with the rows, whose tensors the samples of a
+prompt share.
 """
 
 import dataclasses as dc
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,6 +20,7 @@ from torch.nn.functional import pad
 
 from rft import tree
 from rft.errors import BadInput, ShapeError
+from rft.images import RowImages
 from rft.shapes import check_record
 from rft.state import BatchId, PolicyVersion
 
@@ -107,10 +110,12 @@ class Prompts:
     epoch: int
     texts: tuple[str, ...]
     answers: tuple[str, ...]
+    images: RowImages | None = None
+    """Of each prompt; `tokens` has their placeholders. None: no prompt has any."""
 
     def __post_init__(self) -> None:
         check_record(self)
-        _check_lengths(self, len(self.ids), texts=self.texts, answers=self.answers)
+        _check_lengths(self, len(self.ids), texts=self.texts, answers=self.answers, images=self.images)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -138,10 +143,13 @@ class Rollouts:
     responses: tuple[str, ...]
     answers: tuple[str, ...]
     sampling: Sampling
+    images: RowImages | None = None
+    """Of each row's prompt."""
 
     def __post_init__(self) -> None:
         check_record(self)
-        _check_lengths(self, len(self.groups), finish=self.finish, questions=self.questions, responses=self.responses, answers=self.answers)
+        texts = {"questions": self.questions, "responses": self.responses, "answers": self.answers}
+        _check_lengths(self, len(self.groups), finish=self.finish, images=self.images, **texts)
         if bool((self.sampled & ~self.mask).any()):
             raise ShapeError("Rollouts.sampled marks tokens that Rollouts.mask calls padding")
 
@@ -183,9 +191,12 @@ class Experience:
     """The Critic's values when the batch was collected; for the advantages, and for a clip of new values near them."""
     returns: Float32[Tensor, "batch seq"] | None = None
     """What the Critic learns."""
+    images: RowImages | None = None
+    """Of each row's prompt; None: no row has any."""
 
     def __post_init__(self) -> None:
         check_record(self)
+        _check_lengths(self, len(self.rows), images=self.images)
         if self.rows.numel() and int(self.rows.min()) < 0:
             raise ShapeError(f"{type(self).__name__}.rows counts rows of the rollouts from 0, and has {int(self.rows.min())}")
         if self.origin.numel() and not 0 <= int(self.origin.min()) <= int(self.origin.max()) < len(self.batches):
@@ -218,11 +229,12 @@ def assemble(*parts: tuple[Rollouts, Int64[Tensor, "row"]]) -> Rollouts:
     texts: dict[str, Any] = {
         name: tuple(getattr(part, name)[row] for part, rows in parts for row in rows.tolist())
         for name in fields
-        if isinstance(getattr(parts[0][0], name), tuple)
+        if isinstance(getattr(parts[0][0], name), tuple) and name != "images"
     }
+    images = _joined_images([(part.images, rows.tolist()) for part, rows in parts])
     name = "; ".join(f"{part.batch}: {','.join(map(str, rows.tolist()))}" for part, rows in parts)
     batch = BatchId(f"assembled {hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}")
-    return Rollouts(batch=batch, sampling=parts[0][0].sampling, **tensors, **texts)
+    return Rollouts(batch=batch, sampling=parts[0][0].sampling, images=images, **tensors, **texts)
 
 
 def experience(
@@ -254,10 +266,16 @@ def experience(
         reference=reference,
         values=values,
         returns=returns,
+        images=rollouts.images,
     )
 
 
-def demonstrations(tokens: Int64[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq"], learned: Bool[Tensor, "batch seq"]) -> Experience:
+def demonstrations(
+    tokens: Int64[Tensor, "batch seq"],
+    mask: Bool[Tensor, "batch seq"],
+    learned: Bool[Tensor, "batch seq"],
+    images: RowImages | None = None,
+) -> Experience:
     """Rows to imitate: `mask` marks their tokens, `learned` those to learn (not the prompt). Scored at temperature 1.
 
     On their own they are for `supervised_step`; joined to rollouts by `concatenate`, for an objective with a supervised part.
@@ -276,6 +294,7 @@ def demonstrations(tokens: Int64[Tensor, "batch seq"], mask: Bool[Tensor, "batch
         advantages=nothing,
         temperature=torch.ones(len(tokens)),
         demonstrated=torch.ones(len(tokens), dtype=torch.bool),
+        images=images,
     )
 
 
@@ -295,6 +314,7 @@ def concatenate(*parts: Experience) -> Experience:
     }
     origin = [torch.tensor([batches.index(part.batches[o]) for o in part.origin.tolist()], dtype=torch.int64) for part in parts]
     joined |= {name: _where_given(parts, name, width) for name in OPTIONAL}
+    joined["images"] = _joined_images([(part.images, range(len(part))) for part in parts])
     return Experience(batches=batches, origin=torch.cat(origin), **joined)
 
 
@@ -309,10 +329,17 @@ def _where_given(parts: tuple[Experience, ...], name: str, width: int) -> Tensor
     return torch.cat([_widened(column, width) for column in filled])
 
 
+def _joined_images(parts: Sequence[tuple[RowImages | None, Sequence[int]]]) -> RowImages | None:
+    """The images of some rows of several columns; None where no row has any."""
+    joined = tuple(None if images is None else images[row] for images, rows in parts for row in rows)
+    return joined if any(each is not None for each in joined) else None
+
+
 def take(source: Experience, rows: Int64[Tensor, "row"]) -> Minibatch:
     """The mini-batch of the given rows of `source`, in that order."""
     fields: dict[str, Any] = {f.name: getattr(source, f.name) for f in dc.fields(source)}
     taken: dict[str, Any] = {name: value[rows] if isinstance(value, Tensor) else value for name, value in fields.items()}
+    taken["images"] = _joined_images([(source.images, rows.tolist())])
     return Minibatch(**taken)
 
 
@@ -323,7 +350,7 @@ def _widened(value: Tensor, width: int, filling: int = 0) -> Tensor:
     return value if value.dim() == 1 else pad(value, (0, width - value.shape[1]), value=filling)
 
 
-def _check_lengths(record: Any, count: int, **columns: tuple[Any, ...]) -> None:
+def _check_lengths(record: Any, count: int, **columns: tuple[Any, ...] | None) -> None:
     for name, column in columns.items():
-        if len(column) != count:
+        if column is not None and len(column) != count:
             raise ShapeError(f"{type(record).__name__}.{name} has {len(column)} entries for {count} rows")

@@ -45,6 +45,47 @@ def experience_of(rollouts: rft.Rollouts) -> rft.Experience:
     return rft.experience(rollouts, rewards, rewards[:, None] * rollouts.sampled)
 
 
+def some_images() -> rft.Images:
+    return rft.Images(pixels=torch.randn(4, 6), grids=torch.tensor([[1, 2, 2]]))
+
+
+# ---- images ----
+
+
+def test_images_go_with_their_rows_and_are_never_copied() -> None:
+    one, two = some_images(), some_images()
+    first, second = rollouts_of(images=(one, None)), rollouts_of(batch=rft.BatchId("c"), images=(two, two))
+    joined = rft.assemble((first, torch.tensor([1, 0])), (second, torch.tensor([1])), (rollouts_of(), torch.tensor([0])))
+    assert joined.images is not None
+    assert all(got is expected for got, expected in zip(joined.images, (None, one, two, None), strict=True))
+    both = rft.concatenate(experience_of(first), experience_of(rollouts_of()), experience_of(second))
+    taken = rft.take(both, torch.tensor([5, 2, 0])).images
+    assert taken is not None
+    assert all(got is expected for got, expected in zip(taken, (two, None, one), strict=True))
+    assert next(rft.minibatches(both, rft.Cut())).images is not None
+
+
+def test_rows_without_images_have_no_column_of_them() -> None:
+    first = rollouts_of(images=(some_images(), None))
+    assert rft.assemble((first, torch.tensor([1]))).images is None
+    assert rft.take(experience_of(first), torch.tensor([1])).images is None
+    assert rft.concatenate(experience_of(rollouts_of())).images is None
+
+
+def test_a_column_of_images_has_all_rows() -> None:
+    with pytest.raises(ShapeError, match=r"Rollouts\.images has 1 entries for 2 rows"):
+        rollouts_of(images=(some_images(),))
+    with pytest.raises(ShapeError, match=r"Experience\.images has 3 entries for 2 rows"):
+        dc.replace(experience_of(rollouts_of()), images=(None,) * 3)
+
+
+def test_images_are_refused_by_a_model_of_text(ready: State) -> None:
+    prompts = dc.replace(scripted_prompts(2), images=(None, some_images()))
+    with pytest.raises(BadInput, match="prompt 1 of rank 0: it has images, and scripted is a model of text alone"):
+        _ = rft.generate(ready, prompts, SAMPLING)
+    assert len(rft.generate(ready, scripted_prompts(2), SAMPLING)) == 2 * SAMPLING.samples
+
+
 # ---- what is refused ----
 
 

@@ -29,7 +29,7 @@ def reference_logprobs(state: State, rollouts: Rollouts, role: Role) -> Float32[
         require_here(call, state, role)
     require_room(call, state, needed_to_score(state, rollouts.mask, role=role))
     model = runtime.beside.frozen[role]
-    return model.logprobs(rollouts.tokens, rollouts.mask, rollouts.sampled, rollouts.sampling.temperature or 1.0)
+    return model.logprobs(rollouts.tokens, rollouts.mask, rollouts.sampled, rollouts.sampling.temperature or 1.0, rollouts.images)
 
 
 def values(state: State, rollouts: Rollouts) -> Float32[Tensor, "batch seq"]:

@@ -95,9 +95,12 @@ def needed_to_train(state: RuntimeState[Any, Any, Any, Any], mask: Tensor, *, ro
 
 
 def _is_counted(runtime: Runtime) -> bool:
-    """Whether computing is added up: on a CPU, which pages, only against a limit that was asked for; without a model (scripted), never."""
+    """Whether computing is added up: on a CPU, which pages, only against a limit that was asked for; without a model (scripted), never.
+
+    Nor for a model that takes images: nothing is known here of what its vision tower takes.
+    """
     limited = runtime.world.device.type == "cuda" or runtime.spec.device_bytes is not None
-    return limited and runtime.model.config is not None
+    return limited and runtime.model.config is not None and runtime.model.images is None
 
 
 def _give_back(runtime: Runtime, size: int) -> None:

@@ -30,7 +30,7 @@ def _once(draw: Draw, stop_tokens: tuple[int, ...]) -> Sampling:
 
 
 def _after(request: Request, opening: Completion) -> Request:
-    return Request(tokens=(*request.tokens, *opening.tokens), seed=continued(request.seed))
+    return dc.replace(request, tokens=(*request.tokens, *opening.tokens), seed=continued(request.seed))
 
 
 def _joined(opening: Completion, end: Completion) -> Completion:

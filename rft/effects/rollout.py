@@ -8,10 +8,11 @@ import torch.distributed as dist
 
 from rft.effects import first_token
 from rft.effects.runtime import Runtime, runtime_of
-from rft.engines.protocol import Completion, Request
+from rft.engines.protocol import Completion, Request, SeeingEngine
 from rft.engines.stopping import StopStrings
 from rft.errors import BadInput, TooStale
 from rft.experience import Finish, Prompts, Rollouts, Sampling
+from rft.images import misfit
 from rft.parallel.seeds import seed_of
 from rft.state import BatchId, PolicyVersion, RuntimeState
 
@@ -48,11 +49,11 @@ def check_lag(state: RuntimeState[Any, Any, Any, Any], max_lag: int) -> None:
 
 
 def _requests(run: int, prompts: Prompts, sampling: Sampling, draw: int) -> list[Request]:
-    rows = zip(prompts.ids.tolist(), prompts.tokens, prompts.mask, strict=True)
-    tokens = [(prompt, tuple(row[mask].tolist())) for prompt, row, mask in rows]
+    rows = zip(prompts.ids.tolist(), prompts.tokens, prompts.mask, prompts.images or (None,) * len(prompts), strict=True)
+    tokens = [(prompt, tuple(row[mask].tolist()), images) for prompt, row, mask, images in rows]
     return [
-        Request(tokens=ids, seed=seed_of(run=run, epoch=prompts.epoch, prompt=prompt, draw=draw, sample=sample))
-        for prompt, ids in tokens
+        Request(tokens=ids, images=images, seed=seed_of(run=run, epoch=prompts.epoch, prompt=prompt, draw=draw, sample=sample))
+        for prompt, ids, images in tokens
         for sample in range(sampling.samples)
     ]
 
@@ -75,6 +76,18 @@ def _check(runtime: Runtime, own: Sequence[Request], sampling: Sampling) -> None
                 f"generate(state, …): prompt {row // sampling.samples} of rank {runtime.world.rank} has {len(request.tokens)} tokens; it "
                 f"needs at least 1, and with max_new_tokens={sampling.max_new_tokens} at most the engine's max_model_len={limit}"
             )
+        if request.images is not None and (wrong := _unseen(runtime, request)):
+            raise BadInput(f"generate(state, …): prompt {row // sampling.samples} of rank {runtime.world.rank}: {wrong}")
+
+
+def _unseen(runtime: Runtime, request: Request) -> str | None:
+    """Why the engine cannot take a request's images."""
+    reader, engine = runtime.model.images, runtime.engine
+    if reader is None:
+        return f"it has images, and {runtime.model.path} is a model of text alone; take one that takes images, such as Qwen2.5-VL"
+    if not isinstance(engine, SeeingEngine) or not engine.takes_images:
+        return f"it has images, and the engine {engine.name} takes none; write LaunchSpec(engine=TransformersEngine(…) or VLLMEngine(…))"
+    return None if request.images is None else misfit(list(request.tokens), request.images, reader.placeholder)
 
 
 def _rollouts(
@@ -111,4 +124,5 @@ def _rollouts(
         responses=tuple(runtime.model.tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)),
         answers=tuple(prompts.answers[row] for row in rows),
         sampling=sampling,
+        images=None if prompts.images is None else tuple(prompts.images[row] for row in rows),
     )

@@ -22,9 +22,8 @@ def compute(state: RuntimeState[Any, Any, Any, Any], rollouts: Sequence[Rollouts
         _check("compute_old_logprobs", state, rollouts, max_lag)
     require_room("compute_old_logprobs(state, *rollouts)", state, needed_to_score(state, *(r.mask for r in rollouts)))
     trainer = runtime.trainer
-    batches = tuple(
-        BatchLogProbs(batch=r.batch, values=trainer.logprobs(r.tokens, r.mask, r.sampled, r.sampling.temperature or 1.0)) for r in rollouts
-    )
+    values = [trainer.logprobs(r.tokens, r.mask, r.sampled, r.sampling.temperature or 1.0, r.images) for r in rollouts]
+    batches = tuple(BatchLogProbs(batch=r.batch, values=each) for r, each in zip(rollouts, values, strict=True))
     return OldLogProbs(version=state.version, batches=batches, source="actor")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rft.errors import SyncFailed
+from rft.models import auto_class, kind_of, stored_names
 
 Names = tuple[str, ...]
 """All names of one tensor; the first stands for it."""
@@ -21,19 +22,17 @@ def named(module: Any) -> dict[Names, Tensor]:
 
     Buffers that no checkpoint has (rotary frequencies) are none of them: nobody sends those, so they must never be released.
     """
-    names, tensors = dict[int, list[str]](), dict[int, Tensor]()
+    names, tensors, stored = dict[int, list[str]](), dict[int, Tensor](), stored_names(module)
     for name, tensor in module.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
+        names.setdefault(id(tensor), []).append(stored[name])
         tensors[id(tensor)] = tensor
     return {tuple(names[key]): tensors[key] for key in names}
 
 
 def shapes_of(config: Any) -> dict[Names, torch.Size]:
-    """The shapes of such a set, for a causal LM of this configuration; nothing of its size is allocated."""
-    from transformers import AutoModelForCausalLM
-
+    """The shapes of such a set, for a causal LM of this configuration, with images or without; nothing of its size is allocated."""
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config)
+        module = auto_class(kind_of(config)).from_config(config)
     return {names: tensor.shape for names, tensor in named(module).items()}
 
 

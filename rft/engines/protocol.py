@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rft.experience import Finish, Sampling
+from rft.images import Images
 
 Keeping = Literal["release", "keep"]
 WHOLE = "*"
@@ -21,10 +22,12 @@ WHOLE = "*"
 
 @dc.dataclass(frozen=True, kw_only=True)
 class Request:
-    """One response to sample: the prompt's token ids and the seed of its random numbers."""
+    """One response to sample: the prompt's token ids, with the placeholders of its images, and the seed of its random numbers."""
 
     tokens: tuple[int, ...]
     seed: int
+    images: Images | None = None
+    """Only a `SeeingEngine` is given any. All requests of a prompt hold the same record."""
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,14 @@ class Engine(Protocol):
     def close(self) -> None:
         """Gives everything back. Idempotent."""
         ...
+
+
+@runtime_checkable
+class SeeingEngine(Engine, Protocol):
+    """An engine that may hold a model which takes images; one that holds none that does refuses requests with some."""
+
+    takes_images: bool
+    """Whether the model that it holds does."""
 
 
 @runtime_checkable

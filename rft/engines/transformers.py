@@ -13,9 +13,10 @@ from rft.engines.requests import check_requests, check_sequences, end_tokens
 from rft.engines.stopping import StopStrings
 from rft.errors import BadInput, EngineFailed, MissingEngine
 from rft.experience import Sampling
-from rft.models import ModelFolder, attention_of
+from rft.models import ModelFolder, attention_of, auto_class
 from rft.ops.transfer import standing, transfer
 from rft.parallel.world import World
+from rft.seeing import eyes
 from rft.spec import TransformersEngine
 
 
@@ -32,18 +33,16 @@ def module_of(spec: TransformersEngine, model: ModelFolder, world: World) -> Any
             f"the transformers engine holds the whole model on every rank, so tensor_parallel={world.tp_size} cannot work: "
             "set tensor_parallel=1, or use VLLMEngine"
         )
-    longest = int(getattr(model.config, "max_position_embeddings", spec.max_model_len))
+    longest = int(getattr(model.config.get_text_config(), "max_position_embeddings", spec.max_model_len))
     if spec.max_model_len > longest:
         raise BadInput(
             f"max_model_len={spec.max_model_len} is more than the model's {longest}; set TransformersEngine(max_model_len={longest})"
         )
+    options: dict[str, Any] = {"dtype": getattr(torch, spec.dtype), "attn_implementation": attention_of(model.config)}
     try:
-        from transformers import AutoModelForCausalLM
+        return auto_class(model.kind).from_pretrained(model.path, **options)
     except ImportError as error:
         raise MissingEngine("the transformers engine needs transformers: pip install 'transformers>=5.17'") from error
-    options: dict[str, Any] = {"dtype": getattr(torch, spec.dtype), "attn_implementation": attention_of(model.config)}
-    module: Any = AutoModelForCausalLM.from_pretrained(model.path, **options)
-    return module
 
 
 class Transformers:
@@ -64,18 +63,20 @@ class Transformers:
         self._shapes = {names: tensor.shape for names, tensor in self._slots.items()}
         self._by_name = {name: tensor for names, tensor in self._slots.items() for name in names}
         self._names = tuple(names[0] for names in self._slots)
-        self._vocab = int(module.get_input_embeddings().weight.shape[0])
+        self._vocab, self._eyes = int(module.get_input_embeddings().weight.shape[0]), eyes(module)
+        self.takes_images = self._eyes is not None
         self._weights: Literal["loaded", "undefined", "released"] = "loaded"
         self._cache_mapped = True
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Samples `max_rows` requests at a time. Raises `BadInput` for one that cannot be served, `EngineFailed` when asleep."""
         self._need("generate", cache=True)
-        check_requests(requests, sampling, max_model_len=self.max_model_len, vocab=self._vocab)
+        placeholder = None if self._eyes is None else self._eyes.placeholder
+        check_requests(requests, sampling, max_model_len=self.max_model_len, vocab=self._vocab, placeholder=placeholder)
         ends = torch.tensor([*self._ends, *sampling.stop_tokens], dtype=torch.int64, device=self._device)
         stops = StopStrings(self._tokenizer, sampling.stop)
         parts = (requests[i : i + self._max_rows] for i in range(0, len(requests), self._max_rows))
-        return [completion for part in parts for completion in decode(self._module, part, sampling, ends, stops)]
+        return [completion for part in parts for completion in decode(self._module, part, sampling, ends, stops, self._eyes)]
 
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:
         """log p of every token but the first, at temperature 1. Raises as `generate` does."""

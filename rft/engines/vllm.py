@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from rft.engines import vllm_images
 from rft.engines.delivery import delivery, shapes_of
 from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
@@ -57,7 +58,7 @@ class Started:
 
 def start(spec: VLLMEngine, model: ModelFolder, world: World, more: Mapping[str, Any] = MappingProxyType({})) -> Started:
     """Starts vLLM, with `more` options. Raises as `build` does."""
-    heads = int(model.config.num_attention_heads)
+    heads = int(model.config.get_text_config().num_attention_heads)
     if heads % world.tp_size:
         raise BadInput(f"tensor_parallel={world.tp_size} does not divide the model's {heads} attention heads")
     cpu = world.device.type == "cpu"
@@ -67,6 +68,8 @@ def start(spec: VLLMEngine, model: ModelFolder, world: World, more: Mapping[str,
             require_a_first()
         with _on_a_cpu() if cpu else nullcontext(True) as plain:
             llm = llm_class(**_options(spec, model, world), **more)
+    if model.images is not None:
+        vllm_images.require_images(llm)
     worker = llm.collective_rpc(_itself)[0]
     return Started(llm=llm, worker=worker, plain=plain, memory=HostMemory(worker) if cpu else CudaMemory(llm))
 
@@ -118,6 +121,7 @@ def _options(spec: VLLMEngine, model: ModelFolder, world: World) -> dict[str, An
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "seed": 0,
+        **vllm_images.options(model),
     }
 
 
@@ -132,7 +136,9 @@ class VLLM:
 
     def __init__(self, started: Started, spec: VLLMEngine, model: ModelFolder) -> None:
         self._llm, self._worker, self._memory = started.llm, started.worker, started.memory
-        self._spec, self._ends, self._vocab = spec, list(end_tokens(model)), int(model.config.vocab_size)
+        self._spec, self._ends, self._vocab = spec, list(end_tokens(model)), int(model.config.get_text_config().vocab_size)
+        self._placeholder = None if model.images is None else model.images.placeholder
+        self.takes_images, self._flushes = model.images is not None, 0
         self._shapes = shapes_of(model.config)
         self._sync = choose_sync(started.worker, self._shapes, getattr(torch, spec.dtype), plain=started.plain)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -145,9 +151,13 @@ class VLLM:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Samples all requests. Raises `BadInput` for one that cannot be served, `EngineFailed` when asleep."""
         self._need("generate")
-        check_requests(requests, sampling, max_model_len=self.max_model_len, vocab=self._vocab)
+        check_requests(requests, sampling, max_model_len=self.max_model_len, vocab=self._vocab, placeholder=self._placeholder)
         parameters = [self._parameters(request.seed, sampling) for request in requests]
-        return [_completion(output) for output in self._run([r.tokens for r in requests], parameters)]
+        if self._placeholder is not None and any(request.images is not None for request in requests):
+            outputs = vllm_images.run(self._llm, requests, parameters, self._placeholder, str(self._flushes))
+        else:
+            outputs = self._run([r.tokens for r in requests], parameters)
+        return [_completion(output) for output in outputs]
 
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:
         """log p of every token but the first, at temperature 1. Raises as `generate` does."""
@@ -203,10 +213,13 @@ class VLLM:
             self._cache_mapped = True
 
     def flush(self) -> None:
-        """Drops the prefix cache and the multimodal caches."""
+        """Drops the prefix cache, the multimodal caches, and what the vision tower has made of images."""
         if not self._llm.reset_prefix_cache():
             raise EngineFailed("vLLM did not drop its prefix cache: some of its requests have not ended")
         self._llm.reset_mm_cache()
+        self._flushes += 1
+        if self.takes_images:
+            self._llm.llm_engine.reset_encoder_cache()
 
     def memory(self) -> EngineMemory:
         """The parameters' bytes, and those that the cache was given."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rft")
 PLAIN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
-PLAIN_MODULES = frozenset({"Attention"})
+PLAIN_MODULES = frozenset({"Attention", "MMEncoderAttention"})
 """vLLM's classes that compute with weights as they were loaded; any other with a step after loading may derive something from them."""
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
 from rft.experience import Minibatch
+from rft.images import RowImages
 from rft.models import ModelFolder
 from rft.objectives import Objective, TokenScores
 from rft.trainers import hugging_face
@@ -51,10 +52,11 @@ class Actor(Holder):
         mask: Bool[Tensor, "batch seq"],
         wanted: Bool[Tensor, "batch seq"],
         temperature: float,
+        images: RowImages | None = None,
     ) -> Float32[Tensor, "batch seq"]:
         """See `Trainer`."""
         self.require("model")
-        return self.passes.first(self._backend, tokens, mask, wanted, temperature)
+        return self.passes.first(self._backend, tokens, mask, wanted, temperature, images)
 
     def step(self, batch: Minibatch, old: Float32[Tensor, "batch seq"] | None, objective: Objective) -> dict[str, float]:
         """See `Trainer`."""

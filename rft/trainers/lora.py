@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
 from rft.errors import BadInput
+from rft.images import RowImages
 from rft.models import ModelFolder
 from rft.parallel.world import World
 from rft.spec import LoRA
@@ -105,10 +106,11 @@ class LoRAActor(Actor):
         mask: Bool[Tensor, "batch seq"],
         wanted: Bool[Tensor, "batch seq"],
         temperature: float,
+        images: RowImages | None = None,
     ) -> Float32[Tensor, "batch seq"]:
         """See `Adapted`."""
         with _without_adapter(self._backend.root.model):
-            return self.logprobs(tokens, mask, wanted, temperature)
+            return self.logprobs(tokens, mask, wanted, temperature, images)
 
     def base(self) -> Sending:
         """See `Adapted`."""

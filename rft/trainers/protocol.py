@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
 from rft.experience import Minibatch, Rollouts
+from rft.images import RowImages
 from rft.objectives import Objective, ValueObjective
 
 Part = Literal["model", "optimizer"]
@@ -69,6 +70,7 @@ class Frozen(Movable, Saved, Protocol):
         mask: Bool[Tensor, "batch seq"],
         wanted: Bool[Tensor, "batch seq"],
         temperature: float,
+        images: RowImages | None = None,
     ) -> Float32[Tensor, "batch seq"]:
         """As `Trainer.logprobs`."""
         ...
@@ -155,10 +157,12 @@ class Trainer(Saved, Protocol):
         mask: Bool[Tensor, "batch seq"],
         wanted: Bool[Tensor, "batch seq"],
         temperature: float,
+        images: RowImages | None = None,
     ) -> Float32[Tensor, "batch seq"]:
         """log p(token t | before t) of the wanted tokens, in fp32 from logits / temperature, no gradient; 0 elsewhere. On the host.
 
         `mask` marks the tokens of each row, from column 0 on; `wanted` some of them, but none at column 0, which nothing predicts.
+        `images` are those of each row, whose placeholders are among its tokens; a model of text alone refuses any.
         Ranks may bring different numbers of rows and lengths; the micro-batches are planned together.
         """
         ...
@@ -210,6 +214,7 @@ class Adapted(Protocol):
         mask: Bool[Tensor, "batch seq"],
         wanted: Bool[Tensor, "batch seq"],
         temperature: float,
+        images: RowImages | None = None,
     ) -> Float32[Tensor, "batch seq"]:
         """As `Trainer.logprobs`, of the base model: the adapter takes no part."""
         ...

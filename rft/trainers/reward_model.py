@@ -16,13 +16,12 @@ from torch.nn.functional import pad
 
 from rft.errors import BadInput
 from rft.experience import Rollouts
-from rft.models import ModelFolder, find_model
+from rft.models import Kind, ModelFolder, find_model
 from rft.parallel.batches import Layout
 from rft.parallel.world import World
 from rft.spec import RewardModel
 from rft.trainers import hugging_face, packed
 from rft.trainers.frozen import Still, on_every_rank
-from rft.trainers.hugging_face import Kind
 from rft.trainers.inputs import Inputs, inputs, predicting
 from rft.trainers.likeness import other_ends, other_tokens
 from rft.trainers.loading import on_rank_0

@@ -14,6 +14,7 @@ from rft.engines.faults import Faults
 from rft.engines.scripted import VOCABULARY, scripted_logprob
 from rft.errors import RoleError
 from rft.experience import Minibatch
+from rft.images import RowImages
 from rft.objectives import MicroBatch, Objective, TokenScores
 from rft.ops.metrics import read
 from rft.parallel.batches import totals
@@ -48,7 +49,9 @@ class ScriptedTrainer:
         mask: Bool[Tensor, "batch seq"],
         wanted: Bool[Tensor, "batch seq"],
         temperature: float,
+        images: RowImages | None = None,
     ) -> Float32[Tensor, "batch seq"]:
+        assert images is None, "three numbers see nothing"
         self._pass("logprobs", writes=False)
         return self._logprobs(tokens, mask) * wanted / temperature
 

@@ -38,11 +38,11 @@ def weights(module: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor
     return {name: parameter.detach().to(dtype) for name, parameter in module.named_parameters()}
 
 
-def wake_with(engine: Engine, module: Any) -> None:
-    """Brings an engine from any condition to: awake, with these weights."""
+def wake_with(engine: Engine, module: Any, sent: dict[str, Tensor] | None = None) -> None:
+    """Brings an engine from any condition to: awake, with these weights; `sent` where a checkpoint has other names than the model."""
     engine.sleep("release")
     engine.wake_weights()
-    assert engine.load(iter(weights(module).items())) == engine.checksums()
+    assert engine.load(iter((sent or weights(module)).items())) == engine.checksums()
     engine.flush()
     engine.wake_cache()
 

@@ -52,6 +52,14 @@ def test_torch_comes_first_and_nothing_else_may_bring_another(tmp_path, installs
     assert {"--no-deps", "--no-build-isolation", "--editable"} <= set(own)
 
 
+@pytest.mark.usefixtures("installs")
+def test_torchvision_comes_with_what_makes_it_importable(tmp_path):
+    for name in ("vllm", "transformers"):
+        make.make(name, tmp_path)
+    loaded = [path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("torchvision_operators.pth")]
+    assert loaded == [".venv-vllm"]
+
+
 def test_a_changed_list_is_brought_up_to_date_in_place(tmp_path, installs, monkeypatch):
     make.make("transformers", tmp_path)
     installs.clear()
