@@ -31,7 +31,7 @@ Entry = tuple[str, tuple[int, ...], int]
 def needed(shapes: Iterable[torch.Size], dtype: torch.dtype, most: int) -> int:
     """Bytes of a bucket of at most `most`, unless one tensor is larger; and of no more than all of them together."""
     sizes = [_aligned(shape.numel() * dtype.itemsize) for shape in shapes]
-    return max(max(sizes), min(most, sum(sizes)))
+    return max(*sizes, min(most, sum(sizes)), ALIGNMENT)
 
 
 class Bucket:

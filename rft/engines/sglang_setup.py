@@ -3,6 +3,8 @@
 import functools
 import os
 import sys
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Literal
 
 CPU_PLATFORM = "rft_cpu"
@@ -18,10 +20,10 @@ class Unfit(Exception):
 
 
 def prepare() -> None:
-    """Idempotent; takes what it mends as it finds it."""
+    """Takes what it mends as it finds it."""
     _let_configurations_be_registered_twice()
-    if os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM:
-        _know_operators_of_torchvision()
+    if os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM and "torchvision" not in sys.modules:
+        _stand_in_for_torchvision()
 
 
 def _let_configurations_be_registered_twice() -> None:
@@ -33,18 +35,30 @@ def _let_configurations_be_registered_twice() -> None:
         setattr(AutoConfig, "register", functools.partial(original, exist_ok=True))  # noqa: B010 (a static method, for any caller)
 
 
-def _know_operators_of_torchvision() -> None:
-    """PyPI's torchvision is built against CUDA's torch: on CPU torch its operators are missing, and it fails as it registers fakes of them.
+def _stand_in_for_torchvision() -> None:
+    """SGLang's import of all its configurations needs names of torchvision's, which few models use; PyPI has no build of it for CPU torch.
 
-    SGLang's import needs none of them, only that torchvision can be imported.
+    Transformers is to go on knowing that it is not there. A model of images that needs it fails as it starts.
     """
-    import torch
+    if find_spec("torchvision") is None:
+        from transformers.utils.import_utils import is_torchvision_available
 
-    if "torchvision" not in sys.modules and not hasattr(_know_operators_of_torchvision, "library"):
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for name in ("nms", "qnms"):
-            _ = library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        setattr(_know_operators_of_torchvision, "library", library)  # noqa: B010 (it lives as long as the process)
+        assert not is_torchvision_available()  # it keeps the answer
+        for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
+            sys.modules[name] = _Absent(name)
+
+
+class _Absent(ModuleType):
+    """A module, and everything in it, of which only the names are there."""
+
+    def __getattr__(self, name: str) -> "_Absent":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(f"{self.__name__}.{name}")
+
+    def __call__(self, *arguments: object, **named: object) -> None:
+        del arguments, named
+        raise ImportError(f"{self.__name__} is needed, and torchvision is not installed")
 
 
 def cpu_platform() -> str | None:
