@@ -107,9 +107,14 @@ def _engine_class() -> "type[Engine]":
     sglang_sampler.register()
 
     class OwnWorkers(Engine):
-        """Its TP ranks are started by a function of ours."""
+        """Its TP ranks are started by a function of ours; and there is no process for text, since tokens are all that is asked for."""
 
         run_scheduler_process_func = staticmethod(sglang_worker.run)
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, *arguments: object, **named: object) -> tuple[list[Any], list[str]]:
+            del arguments, named
+            return [], []
 
     return OwnWorkers
 

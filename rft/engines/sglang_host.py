@@ -1,7 +1,7 @@
-"""The process that SGLang's engine runs in: `python -m rft.engines.sglang_host FD`, started and asked by `sglang_process`.
+"""The process that SGLang's engine runs in, started and asked by `sglang_process`: `python -P sglang_host.py FD`.
 
-SGLang's own processes, which it spawns from here, import this module first: so it stays small, and what has to be set right before SGLang
-is imported is done at its head.
+SGLang's own processes, which it spawns from here, run this file first. So it takes from the library what it needs and no more, and what
+has to be set right before SGLang is imported is done at its head.
 """
 
 import logging
@@ -14,14 +14,27 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing import connection
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from rft.engines.sglang_setup import Unfit, prepare
-
-prepare()
 POLL_S = 0.5
 """Between two looks at whether the rank is still there."""
 log = logging.getLogger("rft")
+
+
+def set_up() -> None:
+    """The library, without what its root imports, which is several seconds of every process; and SGLang's surroundings."""
+    if "rft" not in sys.modules:
+        library = ModuleType("rft")
+        library.__path__ = [str(Path(__file__).parents[1])]
+        sys.modules["rft"] = library
+    from rft.engines.sglang_setup import prepare
+
+    prepare()
+
+
+set_up()
 
 
 class Host:
@@ -69,6 +82,8 @@ class Host:
 
 def _outcome(call: Callable[[], Any]) -> tuple[str, Any]:
     """What a call gives; or how it failed, in words."""
+    from rft.engines.sglang_setup import Unfit
+
     try:
         return "ok", call()
     except Unfit as error:

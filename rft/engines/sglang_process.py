@@ -24,6 +24,7 @@ from typing import Any
 from rft.errors import BadInput, EngineFailed, MissingEngine
 
 log = logging.getLogger("rft")
+HOST = Path(__file__).with_name("sglang_host.py")
 PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|port.* is not available", re.IGNORECASE)
 ATTEMPTS = 3
 """Starts with other ports, where one that was free has been taken meanwhile."""
@@ -46,7 +47,7 @@ class Process:
         self._log = (self._folder / "log").open("w+b")
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rft.engines.sglang_host", str(theirs.fileno())],
+                [sys.executable, "-P", str(HOST), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,

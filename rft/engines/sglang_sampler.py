@@ -1,7 +1,8 @@
 """SGLang's sampler, exchanged for one that draws from and reports the same distribution, by each request's own seed.
 
 SGLang's own reports log-probs before top-k and top-p have cut the distribution, and takes a request's seed in its deterministic mode
-alone, which costs speed everywhere else. It has a place where other samplers are registered, and this is one.
+alone, which costs speed everywhere else. It has a place where other samplers are registered; this one takes the name of its plainest,
+which is the one that it allows everywhere.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from rft.engines.sampling import invert
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-NAME = "rft"
+NAME = "pytorch"
 """Of the sampler, among SGLang's."""
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 """The constants of splitmix64, as signed numbers."""

@@ -46,7 +46,11 @@ def _received(link: Any) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(sizes=st.lists(st.integers(0, 700), min_size=1, max_size=20), most=st.integers(1, 6000), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+@given(
+    sizes=st.lists(st.integers(0, 700), min_size=1, max_size=20),
+    most=st.integers(1, 6000),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
 def test_everything_arrives_as_it_was_cast(sizes: list[int], most: int, dtype: torch.dtype) -> None:
     tensors = {str(index): torch.randn(size) for index, size in enumerate(sizes)}
     found, sent, _ = through(tensors, most, dtype)

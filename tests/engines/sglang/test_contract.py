@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from rft.engines import sglang_options
@@ -29,6 +28,7 @@ from tests.engines.contract import (
     wake_with,
     weights,
 )
+from tests.engines.sglang.processes import all_gone, family
 
 __all__ = ["folder", "module", "other"]
 SPEC = SGLangEngine(dtype="float32", max_model_len=MAX_MODEL_LEN, max_rows=64, cache_bytes=1 << 26, bucket_bytes=1 << 14)
@@ -43,12 +43,12 @@ def world() -> World:
 def engine(folder: Path, world: World) -> Iterator[SGLang]:
     engine = build(SPEC, find_model(str(folder)), world)
     assert engine.sync_path == "plan"
-    started = psutil.Process(engine._group.pid).children(recursive=True)
+    started = family(engine._group.pid)
     assert len(started) >= 2
     yield engine
     engine.close()
     engine.close()
-    assert not any(process.is_running() for process in started)
+    assert all_gone(started)
 
 
 class TestContract(EngineContract):
