@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rft.engines import sglang_sampler, sglang_worker
 from rft.engines.sglang_setup import Unfit
 
@@ -27,7 +25,7 @@ def start(settings: Mapping[str, Any]) -> "tuple[Engine, Mapping[str, Any]]":
     engine = engine_class(**settings["options"], nccl_port=settings["port"], port=settings["port"])
     info = engine.get_server_info()
     wanted, got = int(settings["options"]["max_total_tokens"]), int(info["max_total_num_tokens"])
-    if got < wanted:
+    if got + int(info.get("page_size") or 1) <= wanted:  # it may be cut to whole pages
         raise Unfit("bad", f"there is room for {got} tokens of SGLang's cache, and cache_bytes asks for {wanted}: make it smaller")
     return engine, {"version": str(info["version"]), "pid": os.getpid()}
 
@@ -52,9 +50,8 @@ def load(engine: "Engine", version: str) -> None:
     from sglang.srt.utils import MultiprocessingSerializer
 
     begin, end = getattr(engine, "begin_weight_update", None), getattr(engine, "end_weight_update", None)
-    nothing = MultiprocessingSerializer.serialize([("nothing", torch.zeros(1))])
     request = UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=[nothing] * int(engine.server_args.tp_size),
+        serialized_named_tensors=[MultiprocessingSerializer.serialize([])] * int(engine.server_args.tp_size),
         load_format=sglang_worker.LOADER,
         flush_cache=False,
         weight_version=version,

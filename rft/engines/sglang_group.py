@@ -76,9 +76,12 @@ class Group:
             self._send(message)
             self._begin("serve")
             try:
-                return self._told()
-            finally:
+                told = self._told()
+            except EngineFailed:
                 self._busy = False
+                raise
+            self._busy = False
+        return told
 
     def load(self, tensors: Iterator[tuple[str, Tensor]], version: str, bucket: Bucket) -> Mapping[str, int]:
         """Sends this rank's TP rank a whole set of weights. Returns the checksums of what it received, as far as it holds it.

@@ -17,6 +17,8 @@ from rft.spec import SGLangEngine
 
 SLACK = 8
 """Tokens of SGLang's context beyond the longest sequence: it keeps some back for itself, and would cut responses short."""
+PAGE = 64
+"""Tokens of the cache that are SGLang's own, for what is not to be written anywhere: a page, where its attention has some."""
 
 
 def check(spec: SGLangEngine, model: ModelFolder, world: World) -> None:
@@ -31,7 +33,7 @@ def check(spec: SGLangEngine, model: ModelFolder, world: World) -> None:
         raise BadInput(f"max_model_len={spec.max_model_len} is more than the model's {longest}; set SGLangEngine(max_model_len={longest})")
     if getattr(model.config, "kv_lora_rank", None) is not None:
         raise BadInput("SGLangEngine pins the size of the cache, and knows that of plain attention alone; this model compresses its cache")
-    least = bytes_per_token(spec, model.config, world.tp_size) * (spec.max_model_len + SLACK + 1)
+    least = bytes_per_token(spec, model.config, world.tp_size) * (spec.max_model_len + SLACK + PAGE)
     if spec.cache_bytes < least:
         raise BadInput(f"cache_bytes={spec.cache_bytes} does not hold one sequence of max_model_len={spec.max_model_len}: it needs {least}")
     allocator = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
@@ -67,8 +69,7 @@ def _options(spec: SGLangEngine, model: ModelFolder, world: World) -> dict[str, 
         "skip_tokenizer_init": True,
         "context_length": spec.max_model_len + SLACK,
         "max_running_requests": spec.max_rows,
-        # One token is SGLang's own, for what is not to be written anywhere.
-        "max_total_tokens": spec.cache_bytes // bytes_per_token(spec, model.config, world.tp_size) - 1,
+        "max_total_tokens": spec.cache_bytes // bytes_per_token(spec, model.config, world.tp_size) - PAGE,
         "disable_cuda_graph": spec.eager or cpu,
         "enable_memory_saver": not cpu,
         "custom_weight_loader": [LOADER],
@@ -77,6 +78,7 @@ def _options(spec: SGLangEngine, model: ModelFolder, world: World) -> dict[str, 
         "skip_server_warmup": True,
         # All ids that end a response, and no others: SGLang would add what the configuration has to them.
         "json_model_override_args": json.dumps({"eos_token_id": list(end_tokens(model))}),
+        "sleep_on_idle": True,  # it would keep a core busy else, which the trainer may need
         "random_seed": 0,
         "log_level": "error",
         # The cache is pinned by its size; this is only compared with what is free at the start.

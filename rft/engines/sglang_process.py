@@ -28,6 +28,8 @@ HOST = Path(__file__).with_name("sglang_host.py")
 PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|port.* is not available", re.IGNORECASE)
 ATTEMPTS = 3
 """Starts with other ports, where one that was free has been taken meanwhile."""
+NOISE = re.compile(r"py-?spy|coredump", re.IGNORECASE)
+"""What SGLang says of its own diagnosis, when one of its processes has died."""
 PATIENCE_S = 30.0
 """For what answers at once, if it answers at all: ending, and giving up what it is doing."""
 TORCHRUN = re.compile(
@@ -137,9 +139,10 @@ class Process:
             how = "it closed its connection"
         return EngineFailed(f"SGLang's process is dead ({how}); recover(state) starts it anew. The end of its output:\n{self._tail()}")
 
-    def _tail(self, size: int = 3000) -> str:
+    def _tail(self, size: int = 8000) -> str:
         _ = self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - size))
-        return self._log.read().decode(errors="replace").strip() or "(nothing)"
+        lines = self._log.read().decode(errors="replace").splitlines()
+        return "\n".join(line for line in lines if line and not NOISE.search(line)) or "(nothing)"
 
 
 def start(settings: Mapping[str, Any], *, timeout_s: float) -> Process:

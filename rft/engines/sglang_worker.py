@@ -53,7 +53,7 @@ def run(*arguments: Any, **named: Any) -> None:
 
 
 def take_weights(model: object, tensors: object) -> None:
-    """Takes a whole set of weights from the rank; SGLang calls it in place of its own loading, with a tensor that says nothing."""
+    """Takes a whole set of weights from the rank; SGLang calls it in place of its own loading, with no tensors."""
     del model, tensors
     _Seat.taken.take()
 

@@ -59,10 +59,7 @@ def run(folder: str, tensor_parallel: int) -> dict[str, Any]:
 def _killed(state: Any, engine: SGLang, prompts: rft.Prompts) -> dict[str, Any]:
     """The second TP rank is killed; what is told, and what is sampled once the engine has been recovered."""
     if (pid := engine._group.pid) is not None:
-        schedulers = [
-            p for p in psutil.Process(pid).children(recursive=True) if "scheduler" in " ".join(p.cmdline()) and "TP1" in p.cmdline()[0]
-        ]
-        schedulers[0].kill()
+        next(process for process in family(pid) if "scheduler_TP1" in " ".join(process.cmdline())).kill()
     told = ""
     try:
         _ = rft.generate(state, prompts, SAMPLING)

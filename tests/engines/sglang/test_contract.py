@@ -72,17 +72,15 @@ def test_the_weights_go_through_a_small_bucket_many_times_over(engine: SGLang, m
 
 
 def test_a_release_gives_pages_back(engine: SGLang, module: Any) -> None:
-    """What was not sent again reads as zeros."""
+    """Nothing that is larger than a few pages is there any more, as long as it has not come again."""
     wake_with(engine, module)
-    nothing = engine.load(iter({name: tensor * 0 for name, tensor in weights(module).items()}.items()))
-    held = engine.load(iter(weights(module).items()))
+    held = engine.checksums()
     engine.sleep("release")
     engine.wake_weights()
     found = engine.checksums()
     large = [name for name, parameter in module.named_parameters() if parameter.nbytes > 1 << 16]
     assert large
     assert all(found[name] != held[name] for name in large)
-    assert any(found[name] == nothing[name] for name in large), "all but the pages that it shares with others"
 
 
 def test_a_call_that_was_left_is_aborted(engine: SGLang, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
