@@ -36,12 +36,12 @@ class Job:
 
     model: str
     """A Hugging Face model folder, or a hub id. It needs a chat template."""
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """Samples the responses: transformers is built in, vllm is to be installed."""
+    engine: Literal["transformers", "vllm", "sglang"] = "transformers"
+    """Samples the responses: transformers is built in, vllm and sglang are to be installed."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the computation, in training and sampling; the trained weights themselves are float32."""
     tensor_parallel: int = 1
-    """Ranks that share one engine; vllm only."""
+    """Ranks that share one engine; vllm and sglang only."""
     folder: Path | None = None
     """The run folder; by default the next free number below runs/. A run that has checkpoints there goes on from the newest."""
     save_every: int = 0
@@ -77,7 +77,7 @@ class Job:
     def launch_spec(self) -> rft.LaunchSpec:
         """The runtime of this job."""
         length = self.max_prompt_tokens + self.max_new_tokens
-        engines = {"transformers": rft.TransformersEngine, "vllm": rft.VLLMEngine}
+        engines = {"transformers": rft.TransformersEngine, "vllm": rft.VLLMEngine, "sglang": rft.SGLangEngine}
         return rft.LaunchSpec(
             model=self.model,
             engine=engines[self.engine](dtype=self.dtype, max_model_len=length),

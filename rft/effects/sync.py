@@ -72,7 +72,7 @@ def _require_agreement(runtime: Runtime, deliveries: Sequence[_Delivery]) -> Non
 def _require_room(state: RuntimeState[Any, Any, Any, Any], runtime: Runtime) -> None:
     memory = runtime.engine.memory()
     missing = max(memory.weights - memory.mapped, 0)
-    adding = {"sync bucket": sync_bucket(runtime)} | ({"engine weights": missing} if missing else {})
+    adding = {"sync bucket": sync_bucket(runtime) + memory.bucket} | ({"engine weights": missing} if missing else {})
     require_room("broadcast(state)", state, adding)
 
 

@@ -46,6 +46,8 @@ class EngineMemory:
     weights: int
     cache: int
     mapped: int
+    bucket: int = 0
+    """What new weights go through there, while they come."""
 
 
 class Engine(Protocol):

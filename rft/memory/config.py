@@ -23,13 +23,14 @@ from rft.spec import (
     MovingAverage,
     Reference,
     RewardModel,
+    SGLangEngine,
     SharedCritic,
     TransformersEngine,
     VLLMEngine,
 )
 
 KINDS: dict[str, dict[str, type | None]] = {
-    "engine": {"vllm": VLLMEngine, "transformers": TransformersEngine, "none": None},
+    "engine": {"vllm": VLLMEngine, "sglang": SGLangEngine, "transformers": TransformersEngine, "none": None},
     "trainer": {"fsdp2": FSDP2Trainer, "deepspeed": DeepSpeedTrainer},
     "critic": {"own": Critic, "shared": SharedCritic},
 }
@@ -79,6 +80,7 @@ Trainer = Annotated[
 ]  # fmt: skip
 Engine = Annotated[
     Annotated[VLLMEngine, BeforeValidator(_rest), Tag("vllm")]
+    | Annotated[SGLangEngine, BeforeValidator(_rest), Tag("sglang")]
     | Annotated[TransformersEngine, BeforeValidator(_rest), Tag("transformers")]
     | Annotated[None, BeforeValidator(_nothing), Tag("none")],
     Discriminator(_kind),

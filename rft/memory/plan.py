@@ -128,7 +128,7 @@ def _phases(cast: _Cast) -> dict[str, list[Rows]]:
     ranks = setting.world_size
     phases: dict[str, list[Rows]] = {}
     if cast.engine is not None:
-        bucket = {"sync bucket": sync_bucket(outline(cast.actor), trainer, ranks) + _merging(cast)}
+        bucket = {"sync bucket": sync_bucket(outline(cast.actor), trainer, ranks) + _merging(cast) + cast.engine.bucket}
         weights = {"engine weights": cast.engine.weights}
         awake = {**weights, "cache": cast.engine.cache}
         phases["broadcast"] = [{**_there(cast, "broadcast", mapped=cast.engine.mapped), **weights, **bucket}]

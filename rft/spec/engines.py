@@ -4,6 +4,7 @@ import dataclasses as dc
 from typing import Literal, Protocol
 
 from rft.engines.protocol import AdapterEngine, Engine
+from rft.errors import BadInput
 from rft.models import ModelFolder
 from rft.parallel.world import World
 from rft.spec.checks import at_least_one
@@ -13,7 +14,7 @@ DType = Literal["bfloat16", "float32"]
 
 
 class EngineSpec(Protocol):
-    """Anything that builds an engine on this rank: one of the two below, or your own.
+    """Anything that builds an engine on this rank: one of those below, or your own.
 
     One that has `build_adapted(model, world, lora)`, too, can be sent an adapter alone (`LoRA(sync="adapter")`).
     """
@@ -79,3 +80,36 @@ class VLLMEngine:
         from rft.engines.vllm_lora import build
 
         return build(self, model, world, lora)
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class SGLangEngine:
+    """SGLang in processes of its own, on a CPU or on CUDA devices; one engine for each TP group."""
+
+    dtype: DType = "bfloat16"
+    """Of the engine's copy of the weights."""
+    max_model_len: int = 2048
+    """Longest prompt and response together, in tokens."""
+    max_rows: int = 256
+    """Sequences decoded together."""
+    cache_bytes: int = 1 << 30
+    """The KV cache on each rank: pinned, never profiled, since the device is shared with the Actor."""
+    eager: bool = False
+    """Run without CUDA graphs: a quicker start, slower decoding. (A CPU always does.)"""
+    attention: str | None = None
+    """SGLang's `attention_backend`; None: its own choice. "triton" needs nothing beside SGLang itself."""
+    bucket_bytes: int = 512 << 20
+    """What new weights go through, on each rank's device; a tensor that is larger makes it so."""
+    start_timeout_s: float = 600.0
+    """How long it may take to start."""
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "max_model_len", "max_rows", "cache_bytes", "bucket_bytes")
+        if self.start_timeout_s <= 0:
+            raise BadInput(f"start_timeout_s must be above 0, got {self.start_timeout_s}")
+
+    def build(self, model: ModelFolder, world: World) -> Engine:
+        """Builds it. Raises `MissingEngine` with the line that installs SGLang."""
+        from rft.engines.sglang import build
+
+        return build(self, model, world)

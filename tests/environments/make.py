@@ -1,4 +1,4 @@
-"""Makes the virtual environments, one per engine, from the exact lists in this folder: `python make.py transformers|vllm|deepspeed`.
+"""Makes the virtual environments, one per engine, from the exact lists in this folder: `python make.py transformers|vllm|sglang|deepspeed`.
 
 It needs Python 3.11 with pip and nothing else, and prints the path of the environment's Python. An environment is `.venv-<name>` in
 the checkout. A stamp in it, the hash of its lists, is written last: where it is right, nothing is installed; where it is missing,
