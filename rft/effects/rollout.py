@@ -1,13 +1,13 @@
-"""Prompts into rollouts: a TP group generates together, and every rank takes back its own share."""
+"""Prompts into rollouts: the engines of all ranks share the prompts, and every rank takes back its own."""
 
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 from rft.effects import first_token
 from rft.effects.runtime import Runtime, runtime_of
+from rft.effects.sharing import Shared
 from rft.engines.protocol import Completion, Request, SeeingEngine
 from rft.engines.stopping import StopStrings
 from rft.errors import BadInput, TooStale
@@ -25,12 +25,11 @@ def generate(state: RuntimeState[Any, Any, Any, Any], prompts: Prompts, sampling
     own = _requests(runtime.spec.seed, prompts, sampling, draw)
     with runtime.lockstep.agreement():
         _check(runtime, own, sampling)
-    together = _gathered(runtime, own)
+    shared = Shared(runtime.world, [own[i : i + sampling.samples] for i in range(0, len(own), sampling.samples)], sampling.max_new_tokens)
     with runtime.engine_effect():
-        completions = first_token.generate(runtime.engine, [request for part in together for request in part], sampling)
-    first = sum(map(len, together[: runtime.world.tp_rank]))
+        completions = first_token.generate(runtime.engine, shared.requests, sampling)
     stops = StopStrings(runtime.model.tokenizer, sampling.stop)
-    completions = [stops.cut(completion) for completion in completions[first : first + len(own)]]
+    completions = [stops.cut(completion) for completion in shared.own(completions)]
     runtime.generated, runtime.sampled_after = runtime.generated + 1, runtime.of_engine
     batch = BatchId(f"{runtime.generated}@{state.generation} of {runtime.name}")
     return _rollouts(runtime, batch, prompts, sampling, completions, version)
@@ -56,15 +55,6 @@ def _requests(run: int, prompts: Prompts, sampling: Sampling, draw: int) -> list
         for prompt, ids, images in tokens
         for sample in range(sampling.samples)
     ]
-
-
-def _gathered(runtime: Runtime, own: list[Request]) -> list[list[Request]]:
-    """The requests of every rank of the TP group, in rank order."""
-    if runtime.world.tp_size == 1:
-        return [own]
-    together: list[list[Request]] = [[] for _ in range(runtime.world.tp_size)]
-    dist.all_gather_object(together, own, group=runtime.world.tp)
-    return together
 
 
 def _check(runtime: Runtime, own: Sequence[Request], sampling: Sampling) -> None:
