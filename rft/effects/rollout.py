@@ -9,6 +9,7 @@ import torch.distributed as dist
 from rft.effects import first_token
 from rft.effects.runtime import Runtime, runtime_of
 from rft.engines.protocol import Completion, Request
+from rft.engines.requests import check_requests
 from rft.engines.stopping import StopStrings
 from rft.errors import BadInput, TooStale
 from rft.experience import Finish, Prompts, Rollouts, Sampling
@@ -75,6 +76,9 @@ def _check(runtime: Runtime, own: Sequence[Request], sampling: Sampling) -> None
                 f"generate(state, …): prompt {row // sampling.samples} of rank {runtime.world.rank} has {len(request.tokens)} tokens; it "
                 f"needs at least 1, and with max_new_tokens={sampling.max_new_tokens} at most the engine's max_model_len={limit}"
             )
+    text_config = getattr(runtime.model.config, "get_text_config", None)
+    if text_config is not None:
+        check_requests(own, sampling, max_model_len=limit, vocab=int(text_config().vocab_size))
 
 
 def _rollouts(
