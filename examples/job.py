@@ -21,6 +21,7 @@ from rft.memory import Plan, Setting, plan
 from rft.models import find_model
 from rft.recording import record
 from rft.telemetry.logging import set_up_logging
+from rft.telemetry.records import RUN, read_run
 from rft.telemetry.run_folder import Telemetry, next_folder
 
 log = logging.getLogger("rft")
@@ -170,10 +171,13 @@ def carry_out(job: Job, task: Task, name: str, recipe: RecipeT, learn: Loop[Reci
     title = f"{name} on {task.name}: {Path(job.model).name}"
     with rft.launch(job.launch_spec()) as state:
         share = Share(index=dist.get_rank(), count=dist.get_world_size())
-        progress, goes_on = Progress(cursor=Cursor(seed=job.seed)), rft.newest_checkpoint(folder / CHECKPOINTS) is not None
+        progress, begun = Progress(cursor=Cursor(seed=job.seed)), begun_with_checkpoints(folder)
+        goes_on = rft.newest_checkpoint(folder / CHECKPOINTS) is not None
         if goes_on:
             state, progress = rft.restore(state, folder / CHECKPOINTS, progress)
-        with record(state, folder, title=title, config=job, steps=job.steps, done=progress.step if goes_on else None) as run:
+        if progress.step > job.steps:
+            raise rft.BadInput(f"--steps {job.steps}: {folder} has gone {progress.step} steps already; ask for as many, or for more")
+        with record(state, folder, title=title, config=job, steps=job.steps, done=progress.step if goes_on or begun else None) as run:
             if not goes_on:
                 state, before = measure(state, measured, share, recipe)
                 progress = dc.replace(progress, before=before)
@@ -194,6 +198,11 @@ def carry_out(job: Job, task: Task, name: str, recipe: RecipeT, learn: Loop[Reci
     if share.index == 0:
         log.info("accuracy on %d held-out questions: %.1f%% before, %.1f%% after", len(measured), 100 * progress.before, 100 * after)
         log.info("run folder: %s (report.html, metrics.jsonl, tensorboard/, model/)", folder)
+
+
+def begun_with_checkpoints(folder: Path) -> bool:
+    """Whether a run was begun here that would have had checkpoints: one that ended before its first begins anew."""
+    return (folder / RUN).is_file() and bool(read_run(folder)["config"].get("save_every"))
 
 
 def keep(state: Rest, folder: Path, progress: Progress, job: Job) -> None:

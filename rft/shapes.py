@@ -1,23 +1,28 @@
 """Shape checks: records check their own fields when they are made, functions through jaxtyping and beartype.
 
+The fields of a specification are held to their annotations, too: a misspelt word of a `Literal` is none of them.
+
 Axis names are bound over the whole record, so `Float[Tensor, "batch seq"]` in two fields means the same two sizes.
 """
 
 import dataclasses as dc
 import functools
+import re
 import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from beartype import BeartypeConf, beartype
+from beartype.door import is_bearable
 from jaxtyping import AbstractArray, TypeCheckError, jaxtyped
 from torch import Tensor
 
-from rft.errors import ShapeError
+from rft.errors import BadInput, ShapeError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_TYPECHECKER = beartype(conf=BeartypeConf(is_pep484_tower=True))
+_CONF = BeartypeConf(is_pep484_tower=True)
+_TYPECHECKER = beartype(conf=_CONF)
 """An int is a float, as it is to pyright: `cap=2` must not pass there and fail at run time."""
 
 
@@ -69,6 +74,28 @@ def check_record(record: Any) -> None:
             expected, where = sizes.setdefault(axis, (size, field))
             if size != expected:
                 raise ShapeError(f"{name}.{field}: axis {axis!r} is {size}, but {expected} in {name}.{where}; declared {_show(hint)}")
+
+
+def check_fields(spec: Any, *, but: tuple[str, ...] = ()) -> None:
+    """Checks every field of a frozen dataclass, but for some, against its annotation.
+
+    Raises `BadInput` that names the field, and says what it may be.
+    """
+    for field, hint in _hints(type(spec)).items():
+        value = getattr(spec, field)
+        if field not in but and not is_bearable(value, hint, conf=_CONF):
+            told = " or ".join(map(repr, typing.get_args(hint))) if typing.get_origin(hint) is typing.Literal else _named(hint)
+            raise BadInput(f"{type(spec).__name__}.{field} must be {told}, got {value!r}")
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dc.fields(cls)}
+
+
+def _named(hint: Any) -> str:
+    return hint.__name__ if type(hint) is type else re.sub(r"\b\w+\.", "", str(hint))
 
 
 def _show(hint: Any) -> str:

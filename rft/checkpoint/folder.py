@@ -37,9 +37,17 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted((Checkpoint(int(m[1]), int(m[2]), path) for m, path in matches if m), reverse=True)
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint in `folder` whose files are all there, in full; None where there is none. Reads no checksums."""
-    return next((found.path for found in checkpoints(folder) if manifest.problem(found.path) is None), None)
+def newest_checkpoint(folder: Path | str) -> Path | None:
+    """The newest checkpoint in `folder` whose files are all there, in full; None where there is none. Reads no checksums.
+
+    Those that are passed over are said.
+    """
+    for found in checkpoints(Path(folder)):
+        problem = manifest.problem(found.path)
+        if problem is None:
+            return found.path
+        log.warning("%s is not whole (%s); passing over it", found.path, problem)
+    return None
 
 
 def interrupted(folder: Path) -> list[Path]:

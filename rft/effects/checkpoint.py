@@ -22,7 +22,7 @@ from rft.checkpoint import manifest, randomness, tensors, values
 from rft.effects.runtime import Runtime, runtime_of
 from rft.errors import BadInput, CheckpointFailed, RoleError
 from rft.state import ACTOR_OPTIMIZER, CRITIC, CRITIC_OPTIMIZER, EMA, OnDevice, PolicyVersion, RuntimeState
-from rft.trainers.protocol import Saved
+from rft.trainers.protocol import Adapted, Saved
 
 log = logging.getLogger("rft")
 
@@ -134,9 +134,18 @@ def _facts(runtime: Runtime, state: RuntimeState[Any, Any, Any, Any], named: Map
         "backend": runtime.trainer.name,
         "model": runtime.spec.model,
         "model_type": _model_type(runtime),
+        "lora": _lora(runtime),
         "watch": runtime.watch.memory(),
         "tensors": tensors.facts_of(named),
     }
+
+
+def _lora(runtime: Runtime) -> dict[str, float] | None:
+    """What the saved adapter is scaled by, and the base that it is of."""
+    lora = getattr(runtime.spec.trainer, "lora", None)
+    if lora is None or not isinstance(runtime.trainer, Adapted):
+        return None
+    return {"rank": lora.rank, "alpha": lora.alpha, "base": runtime.trainer.base_fingerprint}
 
 
 def _model_type(runtime: Runtime) -> str | None:
@@ -208,6 +217,11 @@ def _require_this_model(runtime: Runtime, path: Path, facts: dict[str, Any]) -> 
         raise BadInput(f"{RESTORE}: {path} has format {facts['format']}, and this version of rft reads {FORMAT}")
     if facts["model_type"] != _model_type(runtime):
         raise BadInput(f"{RESTORE}: {path} is of a {facts['model_type']} model, and this launch has a {_model_type(runtime)} one")
+    if facts["lora"] != _lora(runtime):
+        raise BadInput(
+            f"{RESTORE}: {path} was saved with LoRA {facts['lora']}, and this launch has {_lora(runtime)}; rank, alpha and base model "
+            "must be the same"
+        )
     seed, model = runtime.spec.seed, runtime.spec.model
     if facts["seed"] != seed and runtime.world.rank == 0:
         log.warning("%s was saved by a run of seed %d, and this one has %d: it will sample otherwise", path, facts["seed"], seed)

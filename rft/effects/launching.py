@@ -1,8 +1,9 @@
 """Opening and closing of the devices of one job."""
 
 import contextlib
+import dataclasses as dc
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,6 +37,7 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
         stack.enter_context(lockstep.watched())  # the leaving of the world too, which can hang like any collective
         if not joined:
             _ = stack.callback(_leave_world)
+        _require_alike(spec, lockstep)
         model = _built(lockstep, lambda: _found(spec))  # a node may lack what the others have
         engine = None
         if spec.engine is not None:
@@ -71,6 +73,29 @@ def _engine(spec: LaunchSpec, engine: Any, model: ModelFolder, world: World) -> 
     """The engine; with a place for an adapter where the trainer has one that is sent alone."""
     lora = spec.adapter_alone
     return engine.build(model, world) if lora is None else engine.build_adapted(model, world, lora)
+
+
+def _require_alike(spec: LaunchSpec, lockstep: Lockstep) -> None:
+    """Raises `BadInput` where the ranks were given different specifications. Folders may have other names on other nodes. Collective."""
+    told = lockstep.gather({name: value for name, value in _described(spec).items() if not name.endswith("model")})
+    for rank, theirs in enumerate(told):
+        for name in sorted(told[0].keys() | theirs.keys()):
+            if told[0].get(name) != theirs.get(name):
+                raise BadInput(
+                    f"LaunchSpec.{name} is {told[0].get(name)} on rank 0 and {theirs.get(name)} on rank {rank}; give every rank the same"
+                )
+
+
+def _described(part: Any) -> dict[str, str]:
+    """Every field under a dotted name, as text; of what is no plain value its type."""
+    fields = {f.name: getattr(part, f.name) for f in dc.fields(part)} if dc.is_dataclass(part) else dict(part)
+    found = dict[str, str]()
+    for name, value in fields.items():
+        if dc.is_dataclass(value) or isinstance(value, Mapping):
+            found |= {f"{name}.{inner}": told for inner, told in _described(value).items()}
+        plain = value is None or isinstance(value, str | int | float | tuple)
+        found[name] = repr(value) if plain else type(value).__name__
+    return found
 
 
 def _require_turns(spec: LaunchSpec) -> None:

@@ -9,6 +9,7 @@ from rft.effects import first_token
 from rft.effects.runtime import Runtime, runtime_of
 from rft.effects.sharing import Shared
 from rft.engines.protocol import Completion, Request, SeeingEngine
+from rft.engines.requests import check_requests
 from rft.engines.stopping import StopStrings
 from rft.errors import BadInput, TooStale
 from rft.experience import Finish, Prompts, Rollouts, Sampling
@@ -68,6 +69,10 @@ def _check(runtime: Runtime, own: Sequence[Request], sampling: Sampling) -> None
             )
         if request.images is not None and (wrong := _unseen(runtime, request)):
             raise BadInput(f"generate(state, …): prompt {row // sampling.samples} of rank {runtime.world.rank}: {wrong}")
+    text_config, reader = getattr(runtime.model.config, "get_text_config", None), runtime.model.images
+    if text_config is not None:
+        placeholder = None if reader is None else reader.placeholder
+        check_requests(own, sampling, max_model_len=limit, vocab=int(text_config().vocab_size), placeholder=placeholder)
 
 
 def _unseen(runtime: Runtime, request: Request) -> str | None:

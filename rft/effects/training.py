@@ -10,7 +10,7 @@ from rft.effects.runtime import runtime_of
 from rft.effects.scoring import join
 from rft.errors import BadInput, NonFiniteGradient, RoleError, ShapeError
 from rft.experience import Minibatch
-from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals
+from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals, check_terms
 from rft.ops import corrections
 from rft.state import ACTOR_OPTIMIZER, OldLogProbs, RuntimeState
 
@@ -48,7 +48,7 @@ def _compared(objective: Objective, *, computed: bool) -> Objective:
     """The objective, with those of `corrections.mismatch` beside its own metrics: of the old log-probs, if computed, else the new."""
 
     def both(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
-        terms = objective(scores, micro, totals)
+        terms = check_terms(objective(scores, micro, totals))
         trainer = micro.old if computed and micro.old is not None else scores.logprobs.detach()
         seen = corrections.mismatch(trainer, micro.rows.logprobs, micro.responses, totals)
         return dc.replace(terms, metrics={**seen, **terms.metrics})

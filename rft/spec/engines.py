@@ -7,6 +7,7 @@ from rft.engines.protocol import AdapterEngine, Engine
 from rft.errors import BadInput
 from rft.models import ModelFolder
 from rft.parallel.world import World
+from rft.shapes import check_fields
 from rft.spec.checks import at_least_one
 from rft.spec.lora import LoRA
 
@@ -36,6 +37,7 @@ class TransformersEngine:
     """Sequences decoded together."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         at_least_one(self, "max_model_len", "max_rows")
 
     def build(self, model: ModelFolder, world: World) -> Engine:
@@ -67,6 +69,7 @@ class VLLMEngine:
     """Run without CUDA graphs and compilation: a quicker start, slower decoding. (A CPU always does.)"""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         at_least_one(self, "max_model_len", "max_rows", "cache_bytes")
 
     def build(self, model: ModelFolder, world: World) -> Engine:

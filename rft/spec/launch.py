@@ -4,6 +4,7 @@ import dataclasses as dc
 from collections.abc import Mapping
 
 from rft.errors import BadInput
+from rft.shapes import check_fields
 from rft.spec.checks import at_least_one
 from rft.spec.engines import EngineSpec, TransformersEngine
 from rft.spec.lora import LoRA
@@ -43,9 +44,10 @@ class LaunchSpec:
     """Engine and Actor are compared on a short fixed probe after every so many broadcasts; 0: never."""
 
     def __post_init__(self) -> None:
+        check_fields(self, but=("engine", "trainer"))
         at_least_one(self, "tensor_parallel", "reward_models_on_device")
         for name, part in (("engine", self.engine), ("trainer", self.trainer)):
-            if part is not None and not hasattr(part, "build"):
+            if part is not None and (not hasattr(part, "build") or isinstance(part, type)):
                 raise BadInput(f"LaunchSpec.{name} must be a specification such as TransformersEngine(), got {part!r}")
         self._check_lora()
         if self.deadline_s <= 0 or self.probe_every < 0 or (self.device_bytes is not None and self.device_bytes < 1):

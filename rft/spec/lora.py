@@ -5,6 +5,7 @@ import math
 from typing import Literal
 
 from rft.errors import BadInput
+from rft.shapes import check_fields
 from rft.spec.checks import at_least_one
 
 
@@ -30,13 +31,12 @@ class LoRA:
     """Of A's random values."""
 
     def __post_init__(self) -> None:
+        check_fields(self, but=("targets",))
         at_least_one(self, "rank")
         if not 0 < self.alpha < math.inf:
             raise BadInput(f"LoRA.alpha must be above 0, got {self.alpha}")
         if self.targets is not None and (isinstance(self.targets, str) or not all(self.targets) or not self.targets):
             raise BadInput(f"LoRA.targets must be a tuple of names such as ('q_proj', 'v_proj'), or None for all; got {self.targets!r}")
-        if self.sync not in ("merged", "adapter"):
-            raise BadInput(f"LoRA.sync must be 'merged' or 'adapter', got {self.sync!r}")
 
     @property
     def scale(self) -> float:

@@ -6,6 +6,7 @@ from typing import Literal
 from rft.errors import BadInput
 from rft.models import ModelFolder, find_model
 from rft.parallel.world import World
+from rft.shapes import check_fields
 from rft.spec.checks import at_least_one
 from rft.spec.engines import DType
 from rft.spec.training import CriticTrainerSpec, FSDP2Trainer, Optimization
@@ -28,9 +29,8 @@ class FrozenSpec:
     """Tokens of one forward pass, on each rank."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         at_least_one(self, "micro_batch_tokens", *(["shards"] if self.shards is not None else []))
-        if self.where not in ("device", "host"):
-            raise BadInput(f"{type(self).__name__}.where must be 'device' or 'host', got {self.where!r}")
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -109,9 +109,8 @@ class Critic:
     """Where model and optimizer lie after launch."""
 
     def __post_init__(self) -> None:
-        if self.where not in ("device", "host"):
-            raise BadInput(f"Critic.where must be 'device' or 'host', got {self.where!r}")
-        if not hasattr(self.trainer, "build_critic"):
+        check_fields(self, but=("trainer",))
+        if not hasattr(self.trainer, "build_critic") or isinstance(self.trainer, type):
             raise BadInput(f"Critic.trainer must be a specification such as FSDP2Trainer(), got {self.trainer!r}")
         if getattr(self.trainer, "lora", None) is not None:
             raise BadInput("Critic.trainer.lora must be None: an adapter is the Actor's; a SharedCritic trains little, too")

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 from rft.errors import BadInput
 from rft.models import ModelFolder
 from rft.parallel.world import World
+from rft.shapes import check_fields
 from rft.spec.checks import at_least_one
 from rft.spec.engines import DType
 from rft.spec.lora import LoRA
@@ -51,6 +52,7 @@ class Optimization:
     """Optimizer steps of the whole run; linear and cosine need it."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         numbers = 0 <= self.lr < math.inf and self.eps > 0 and 0 <= self.weight_decay < math.inf and self.max_grad_norm > 0
         if not numbers or self.warmup_steps < 0 or not all(0 <= beta < 1 for beta in self.betas):
             raise BadInput(
@@ -118,11 +120,6 @@ class DeepSpeedTrainer(Training):
     """What is sharded. 1: masters and moments; 2: the gradient too; 3: the weights too."""
     offload_optimizer: bool = False
     """ZeRO-Offload: masters and moments stay on the host, and AdamW runs there."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.stage not in (1, 2, 3):
-            raise BadInput(f"DeepSpeedTrainer.stage must be 1, 2 or 3, got {self.stage!r}")
 
     def build(self, model: ModelFolder, world: World) -> Trainer:
         """Builds it, sharded over the whole world. Raises `MissingBackend` with the line that installs DeepSpeed."""

@@ -262,7 +262,7 @@ def model_rewards(state: RuntimeState[Any, Any, Any, Any], rollouts: Rollouts, r
 
 
 @observation
-def save(state: RuntimeState[Any, Any, Any, NoOld], folder: Path, run: object, /, *, keep: int = 2) -> Path:
+def save(state: RuntimeState[Any, Any, Any, NoOld], folder: Path | str, run: object, /, *, keep: int = 2) -> Path:
     """Writes the whole run as a checkpoint in `folder`: the runtime, and `run`, the loop's own values. Collective.
 
     Of the runtime: Actor, EMA and Critic with their optimizers and schedules, counters, every rank's random states. `run` is a tree of
@@ -270,11 +270,13 @@ def save(state: RuntimeState[Any, Any, Any, NoOld], folder: Path, run: object, /
     all ranks. It is written aside and renamed, so a kill at any moment leaves what was there; then the newest `keep` stay. Raises
     `BadInput` with the path of what cannot be saved, `RoleError` where a backend must have a part on the device, `CheckpointFailed`.
     """
-    return checkpoint.save(state, folder, run, keep)
+    return checkpoint.save(state, Path(folder), run, keep)
 
 
 @restoration
-def restore(state: RuntimeState[Any, Any, Any, Any], folder: Path, run: Run, /) -> tuple[RuntimeState[Asleep, Stale, OnDevice, NoOld], Run]:
+def restore(
+    state: RuntimeState[Any, Any, Any, Any], folder: Path | str, run: Run, /
+) -> tuple[RuntimeState[Asleep, Stale, OnDevice, NoOld], Run]:
     """Goes on from the newest whole checkpoint in `folder`, in a new launch or after any failure. Gives the loop's own values back, too.
 
     `run` is a tree like the saved one, which gives the classes of its records and the devices of its tensors. Any state of this launch may
@@ -282,7 +284,7 @@ def restore(state: RuntimeState[Any, Any, Any, Any], folder: Path, run: Run, /) 
     off or damaged are passed over, and said. Raises `BadInput` where there is none, and for one of another model, with the names of the
     tensors that differ or the path of the value; `CheckpointFailed` where it cannot be read. Nothing has been touched then.
     """
-    back = checkpoint.restore(state, folder, run)
+    back = checkpoint.restore(state, Path(folder), run)
     return restored_state(state, back.actor, back.version, generation=back.generation), back.run
 
 
@@ -332,19 +334,19 @@ def over_ranks(state: RuntimeState[Any, Any, Any, Any], function: Callable[..., 
 
 
 @observation
-def export(state: RuntimeState[Any, Any, Any, Any], path: Path, /, *, role: Role | None = None) -> Path:
+def export(state: RuntimeState[Any, Any, Any, Any], path: Path | str, /, *, role: Role | None = None) -> Path:
     """Writes the Actor as an ordinary Hugging Face folder with its tokenizer, sharded weights gathered; rank 0 writes.
 
     With `role=EMA` it is the moving average, on the host too. Raises `RoleError` for a role that is no such model, `BadInput` where it
     cannot be written.
     """
-    return exporting.export(state, path, role)
+    return exporting.export(state, Path(path), role)
 
 
 @observation
-def export_adapter(state: RuntimeState[Any, Any, Any, Any], path: Path, /) -> Path:
+def export_adapter(state: RuntimeState[Any, Any, Any, Any], path: Path | str, /) -> Path:
     """Writes the adapter of an Actor with LoRA as a peft folder, which `PeftModel.from_pretrained` loads; rank 0 writes.
 
     Raises `BadInput` where the Actor has none, or it cannot be written.
     """
-    return exporting.export_adapter(state, path)
+    return exporting.export_adapter(state, Path(path))

@@ -107,7 +107,7 @@ def on_rank_0(path: Path, world: World, write: Callable[[], None]) -> None:
     if world.rank == 0:
         try:
             write()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 (every rank raises it; a full disk is a SafetensorError, and the others wait)
             problem = [f"nothing could be written to {path}: {error}"]
     dist.broadcast_object_list(problem, group=world.host, group_src=0)
     if problem[0] is not None:

@@ -73,6 +73,8 @@ class Learner:
         terms, failure = None, None
         try:
             terms = check_terms(objective(shown, micro, totals))
+            if first and not terms.loss.requires_grad and bool(micro.rows.sampled.any()):
+                raise BadInput("its loss has no gradient; compute it from what the objective is given, without detach() or no_grad()")
         except Exception as error:  # noqa: BLE001 (it is raised again below, with what it means for the runtime)
             failure = error
         told = None if failure is None else f"{type(failure).__name__}: {failure}"

@@ -68,7 +68,7 @@ class LoRAActor(Actor):
 
     def __init__(self, backend: Backend, passes: Passes, folder: ModelFolder, lora: LoRA, base: int) -> None:
         super().__init__(backend, passes, folder)
-        self._lora, self._base = lora, base
+        self._lora, self.base_fingerprint = lora, base
 
     # ---- all weights, W + scale · B A ----
 
@@ -139,11 +139,11 @@ class LoRAActor(Actor):
 
     def saved(self) -> dict[str, Tensor]:
         """See `Saved`: the adapter and its moments, and of which model it is."""
-        return {**super().saved(), BASE: torch.tensor(self._base)}
+        return {**super().saved(), BASE: torch.tensor(self.base_fingerprint)}
 
     def install(self, tensors: Mapping[str, Tensor]) -> None:
         """See `Saved`. Raises `BadInput` for an adapter of another model, before anything is taken."""
-        if int(tensors[BASE]) != self._base:
+        if int(tensors[BASE]) != self.base_fingerprint:
             raise BadInput(f"the checkpoint has an adapter of another model than {self._folder.path}; launch with the model that it was of")
         super().install({name: tensor for name, tensor in tensors.items() if name != BASE})
 

@@ -208,6 +208,9 @@ class Sending:
 class Adapted(Protocol):
     """What a trainer with LoRA does beside `Trainer`. Its `stream_weights` and `export` give the model with the adapter added to it."""
 
+    base_fingerprint: int
+    """A number that another base model does not have."""
+
     def base_logprobs(
         self,
         tokens: Int64[Tensor, "batch seq"],

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,6 +115,23 @@ def test_a_job_that_was_stopped_goes_on_as_if_it_had_not(model, tmp_path, alone,
     assert exported[0] == exported[1]
     assert len(list((tmp_path / "stopped" / "checkpoints").iterdir())) == 3
     assert capsys.readouterr().err.count("accuracy on 3 held-out questions") == 3
+
+
+def test_a_job_that_ended_before_its_first_checkpoint_begins_anew_by_the_same_line(model, tmp_path, alone):
+    alone(SUMS, "--model", model, "--folder", tmp_path / "run", *SMALL, "--steps", 1, "--save-every", 1)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    alone(SUMS, "--model", model, "--folder", tmp_path / "run", *SMALL, "--steps", 2, "--save-every", 1)
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == [0, 1]
+    assert [line["step"] for line in lines if "accuracy" in line] == [0, 2]
+    with pytest.raises(SystemExit, match="has gone 2 steps already; ask for as many, or for more"):
+        alone(SUMS, "--model", model, "--folder", tmp_path / "run", *SMALL, "--steps", 1, "--save-every", 1)
+
+
+def test_another_job_in_the_same_folder_is_refused(model, tmp_path, alone):
+    alone(SUMS, "--model", model, "--folder", tmp_path / "run", *SMALL, "--steps", 1)
+    with pytest.raises(SystemExit, match="holds another run already"):
+        alone(SUMS, "--model", model, "--folder", tmp_path / "run", *SMALL, "--save-every", 1)
 
 
 def test_a_job_knows_what_memory_it_takes(model, monkeypatch):

@@ -1,0 +1,66 @@
+"""Specifications are held to what their fields say, when they are made; and ranks to the same specification."""
+
+from typing import Any
+
+import pytest
+
+import rft
+from rft.effects import launching
+from rft.errors import BadInput
+from rft.spec import DeepSpeedTrainer, FSDP2Trainer, LoRA, TransformersEngine, VLLMEngine
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda: FSDP2Trainer(schedule="liner", total_steps=2), "schedule must be 'constant' or 'linear' or 'cosine', got 'liner'"),
+        (lambda: FSDP2Trainer(dtype="float16"), "FSDP2Trainer.dtype must be 'bfloat16' or 'float32', got 'float16'"),
+        (lambda: FSDP2Trainer(lr="1e-3"), "FSDP2Trainer.lr must be float, got '1e-3'"),
+        (lambda: DeepSpeedTrainer(stage=4), "DeepSpeedTrainer.stage must be 1 or 2 or 3, got 4"),
+        (lambda: TransformersEngine(dtype="nonsense"), "TransformersEngine.dtype must be 'bfloat16' or 'float32'"),
+        (lambda: VLLMEngine(max_rows=1.5), "VLLMEngine.max_rows must be int, got 1.5"),
+        (lambda: LoRA(sync="both"), "LoRA.sync must be 'merged' or 'adapter', got 'both'"),
+        (lambda: rft.LaunchSpec(model=None), "LaunchSpec.model must be str, got None"),
+        (lambda: rft.LaunchSpec(model="m", reference=True), r"LaunchSpec.reference must be Reference \| None, got True"),
+        (lambda: rft.LaunchSpec(model="m", reward_models={"one": "path"}), r"LaunchSpec.reward_models must be Mapping\[str, RewardModel\]"),
+        (lambda: rft.LaunchSpec(model="m", engine=TransformersEngine), r"engine must be a specification such as TransformersEngine\(\)"),
+        (lambda: rft.LaunchSpec(model="m", trainer=FSDP2Trainer), "LaunchSpec.trainer must be a specification"),
+        (lambda: rft.Critic(where="disk"), "Critic.where must be 'device' or 'host', got 'disk'"),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_not_what_it_says_is_refused(made: Any, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        _ = made()
+
+
+def test_whole_numbers_are_numbers() -> None:
+    assert FSDP2Trainer(lr=1, max_grad_norm=float("inf")).lr == 1
+
+
+class Told:
+    """A lock-step that has heard of a rank with another specification."""
+
+    def __init__(self, other: dict[str, str]) -> None:
+        self.other = other
+
+    def gather(self, value: dict[str, str]) -> list[dict[str, str]]:
+        return [value, {**value, **self.other}]
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"trainer.lr": "0.0"}, r"LaunchSpec.trainer.lr is 1e-06 on rank 0 and 0.0 on rank 1; give every rank the same"),
+        ({"seed": "1"}, "LaunchSpec.seed is 0 on rank 0 and 1 on rank 1"),
+        ({"reference": "Reference"}, "LaunchSpec.reference is None on rank 0 and Reference on rank 1"),
+    ],
+)
+def test_ranks_with_other_specifications_are_refused(other: dict[str, str], says: str) -> None:
+    lockstep: Any = Told(other)
+    with pytest.raises(BadInput, match=says):
+        launching._require_alike(rft.LaunchSpec(model="m"), lockstep)
+
+
+def test_nodes_may_have_the_model_elsewhere() -> None:
+    lockstep: Any = Told({})
+    launching._require_alike(rft.LaunchSpec(model="m", reward_models={"one": rft.RewardModel(model="n")}), lockstep)
