@@ -157,6 +157,11 @@ class SeeingContract:
             wake_with(engine, module, stored(module))
             assert engine.generate(requests(), GREEDY) == first
 
+    def test_text_is_scored(self, engine: Engine, module: Any) -> None:
+        text = next(request for request in requests() if request.images is None)
+        expected = expected_logprobs(module, dc.replace(text, tokens=text.tokens[:1]), text.tokens[1:], Sampling())
+        assert is_close(engine.score([text.tokens])[0], expected, 1e-5)
+
     def test_requests_that_cannot_be_served(self, engine: Engine) -> None:
         one, _, _, text, two, _ = requests()
         wrong = {
