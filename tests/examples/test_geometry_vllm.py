@@ -9,5 +9,7 @@ from tests.models import tiny_vision_model
 
 
 @pytest.mark.slow
-def test_vllm_actor_and_reference_see_the_same(tmp_path: Path) -> None:
-    see_the_same(trained(tmp_path, tiny_vision_model(tmp_path / "model"), "--engine", "vllm"))
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_vllm_actor_and_reference_see_the_same(tensor_parallel: int, tmp_path: Path) -> None:
+    model = tiny_vision_model(tmp_path / "model")
+    see_the_same(trained(tmp_path, model, "--engine", "vllm", "--tensor-parallel", tensor_parallel))
