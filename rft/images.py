@@ -23,7 +23,7 @@ AXES = 3
 @tree.record
 @dc.dataclass(frozen=True, kw_only=True, eq=False)
 class Images:
-    """The images of one prompt, processed once. All rows of the prompt hold this very record, and two prompts never the same."""
+    """The images of one prompt, processed once. All rows of the prompt hold this very record."""
 
     pixels: Float32[Tensor, "patch number"]
     """Their patches, one image behind the other."""

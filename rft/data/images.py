@@ -56,5 +56,5 @@ def _opened(path: str) -> Any:
         with Image.open(Path(path).expanduser()) as image:
             turned: Any = ImageOps.exif_transpose(image)
             return turned.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for broken files, by format
         raise BadInput(f"the image {path} cannot be read: {error}; mend the file, or leave its question out") from error

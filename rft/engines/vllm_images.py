@@ -5,6 +5,7 @@ because it starts no model that takes images without one.
 """
 
 import hashlib
+import importlib
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,16 @@ if TYPE_CHECKING:
 
 
 def options(model: ModelFolder) -> dict[str, Any]:
-    """How vLLM is started for this model."""
+    """How vLLM is started for this model. Raises `MissingEngine` for one that takes images where torchvision cannot be imported."""
     if model.images is None:
         return {"skip_tokenizer_init": True}
+    try:
+        _ = importlib.import_module("torchvision")
+    except (ImportError, RuntimeError) as error:  # the second where it is built for another torch
+        raise MissingEngine(
+            f"vLLM runs models that take images with torchvision alone, which cannot be imported here ({error}): install the build of it "
+            "that belongs to this torch"
+        ) from error
     # Its cache of processed images knows nothing of ours; memory is not to be measured with the largest images that there may be; and
     # newer ones would take pixels that are not normalised, and do that themselves.
     given: dict[str, Any] = {"limit_mm_per_prompt": {"video": 0}, "mm_processor_cache_gb": 0}

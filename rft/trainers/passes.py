@@ -40,7 +40,6 @@ class Passes:
     """Tokens of one pass."""
     rough: bool
     """Whether the fused attention is far off here: see `attention`."""
-
     eyes: Eyes | None = None
     """How the model takes images; None: it takes none."""
 

@@ -10,7 +10,7 @@ import pytest
 from tests.trainers.seeing import *  # noqa: F403
 from tests.trainers.seeing import launched
 
-QUICK, SLOW = ("zero 2", "zero 3"), ("zero 1", "zero 2, offloaded", "zero 3, offloaded")
+QUICK, SLOW = ("zero 3",), ("zero 1", "zero 2", "zero 2, offloaded", "zero 3, offloaded")
 
 
 @pytest.fixture(scope="module")
