@@ -38,18 +38,8 @@ def taken() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
-def test_a_port_that_is_taken_and_a_worker_that_is_killed_while_it_takes_weights(
-    folder: Path, module: Any, world: World, taken: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free, given = sglang_process.free_port, list[int]()
-
-    def port() -> int:
-        given.append(free() if given else taken)
-        return given[-1]
-
-    monkeypatch.setattr(sglang_process, "free_port", port)
+def test_a_worker_that_is_killed_while_it_takes_weights(folder: Path, module: Any, world: World) -> None:
     engine = build(SPEC, find_model(str(folder)), world)
-    assert len(given) == 2, "it was started with another port"
     wake_with(engine, module)
     first = engine.generate(requests(*PROMPTS), GREEDY)
     started = family(engine._group.pid)
@@ -73,6 +63,19 @@ def test_a_port_that_is_taken_and_a_worker_that_is_killed_while_it_takes_weights
     assert all_gone(started)
 
 
+@pytest.mark.slow
+def test_a_port_that_is_taken_meanwhile(folder: Path, world: World, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    free, given = sglang_process.free_port, list[int]()
+
+    def port() -> int:
+        given.append(free() if given else taken)
+        return given[-1]
+
+    monkeypatch.setattr(sglang_process, "free_port", port)
+    build(SPEC, find_model(str(folder)), world).close()
+    assert len(given) == 2, "it was started with another port"
+
+
 def test_an_engine_that_does_not_start_says_why_and_leaves_nothing(folder: Path, world: World) -> None:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     with pytest.raises(EngineFailed, match="nonsense"):
@@ -80,6 +83,7 @@ def test_an_engine_that_does_not_start_says_why_and_leaves_nothing(folder: Path,
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
 
 
+@pytest.mark.slow
 def test_nothing_outlives_the_rank(folder: Path) -> None:
     with subprocess.Popen([sys.executable, "-m", "tests.engines.sglang.owner", str(folder)], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
