@@ -59,9 +59,11 @@ def take_weights(model: object, tensors: object) -> None:
 
 
 def _connected(address: str) -> "connection.Connection[Any, Any]":
-    link = socket.socket(socket.AF_UNIX)
-    link.connect(address)
-    return connection.Connection(link.detach())
+    door = socket.socket(socket.AF_UNIX)
+    door.connect(address)
+    link = connection.Connection(door.detach())
+    link.send(os.getppid())  # which engine this is a part of
+    return link
 
 
 class _Seat:
