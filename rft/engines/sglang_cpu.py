@@ -25,6 +25,9 @@ class TorchPlatform(CpuDeviceMixin, SRTPlatform):
         del device
         return False
 
+    def empty_cache(self) -> None:
+        """Nothing: torch keeps no memory of a CPU's back. SGLang would collect garbage instead, each time that prefixes are dropped."""
+
     def get_mha_kv_pool_cls(self) -> Any:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 

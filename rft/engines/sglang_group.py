@@ -52,11 +52,10 @@ class Group:
         try:
             with socket.socket(socket.AF_UNIX) as door:
                 door.bind(str(folder / "rank"))
-                door.listen(1)
+                door.listen(sglang_process.ATTEMPTS)
                 door.settimeout(LINK_S)
                 settings = self._settings(self._gathered(str(folder / "rank")))
-                self._process = self._shared(lambda: sglang_process.start(settings, timeout_s=self._timeout_s), kept=True)
-                self._link = connection.Connection(door.accept()[0].detach())
+                self._link = _met(door, self._shared(lambda: self._started(settings)))
         except TimeoutError as error:
             self.end()
             raise EngineFailed(f"a TP rank of SGLang did not connect with its rank within {LINK_S:g} s") from error
@@ -65,6 +64,10 @@ class Group:
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _started(self, settings: Mapping[str, Any]) -> int:
+        self._process = sglang_process.start(settings, timeout_s=self._timeout_s)
+        return self._process.pid
 
     def call(self, verb: str, *arguments: Any) -> Any:
         """What the engine gives; all ranks get it."""
@@ -138,20 +141,21 @@ class Group:
         dist.all_gather_object(together, own, group=self._world.tp)
         return together
 
-    def _shared(self, function: Callable[[], T], *, kept: bool = False) -> Any:
-        """What a function gives on the first rank, on all of them; where it is `kept` there, only whether it failed is told."""
+    def _shared(self, function: Callable[[], T]) -> T:
+        """What a function gives on the first rank, on all of them; and so with its failure."""
         given, failure = None, None
         if self._world.tp_rank == 0:
             try:
                 given = function()
             except RftError as error:
                 failure = error
-        told = [(None if kept else given, failure)]
+        told: list[Any] = [(given, failure)]
         if self._world.tp_size > 1:
             dist.broadcast_object_list(told, src=self._world.rank - self._world.tp_rank, group=self._world.tp)
-        if told[0][1] is not None:
-            raise told[0][1]
-        return given if kept else told[0][0]
+        given, failure = told[0]
+        if failure is not None:
+            raise failure
+        return given
 
     # ---- the link ----
 
@@ -235,3 +239,13 @@ class Group:
         if self._process is None:
             raise EngineFailed("SGLang has been ended; recover(state) leads on")
         return self._process
+
+
+def _met(door: socket.socket, pid: int) -> "connection.Connection[Any, Any]":
+    """The TP rank of the engine whose process that is; those of a start that failed may have knocked before."""
+    while True:
+        link = connection.Connection(door.accept()[0].detach())
+        with contextlib.suppress(EOFError, OSError):
+            if link.poll(LINK_S) and link.recv() == pid:
+                return link
+        link.close()

@@ -25,6 +25,10 @@ def check(spec: SGLangEngine, model: ModelFolder, world: World) -> None:
     """Raises `MissingEngine` where SGLang is not installed, and `BadInput` for what it cannot do. Nothing has been started then."""
     if find_spec("sglang") is None:
         raise MissingEngine("SGLang is not installed: pip install 'rft-runtime[sglang]'")
+    if not getattr(model.config, "architectures", None):
+        raise BadInput(
+            f"{model.path / 'config.json'} has no architectures, by which SGLang knows a model: save it by the model's save_pretrained"
+        )
     heads = int(model.config.num_attention_heads)
     if heads % world.tp_size:
         raise BadInput(f"tensor_parallel={world.tp_size} does not divide the model's {heads} attention heads")

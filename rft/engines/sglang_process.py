@@ -175,7 +175,7 @@ def _environment(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """This process's, without what torchrun says of its ranks, and with the library first on the path."""
     kept = {name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)}
     paths = [str(Path(__file__).parents[2]), *filter(None, [kept.get("PYTHONPATH")])]
-    kept |= {"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
+    kept |= {"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
     return kept | settings["environment"]
 
 

@@ -31,6 +31,8 @@ METHOD, LOADER = "answer_rank", "rft.engines.sglang_worker.take_weights"
 """What SGLang is asked to call."""
 PATIENCE_S = 600.0
 """For the next message of a rank, while it sends weights."""
+NAP_MS = 10
+"""For which an idle scheduler waits, unless a message comes; in SGLang it is a second, and what waits for it to be idle waits so long."""
 PLAIN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType"})
 """SGLang's classes that compute with weights as they were loaded."""
 log = logging.getLogger("rft")
@@ -43,6 +45,7 @@ def run(*arguments: Any, **named: Any) -> None:
     bound = inspect.signature(scheduler.run_scheduler_process).bind(*arguments, **named)
     sglang_sampler.register()
     sglang_sampler.carry_seeds()
+    _nap_shortly()
     _Seat.taken = _Seat(_connected(json.loads(os.environ[ADDRESSES])[bound.arguments["tp_rank"]]))
 
     def answer_rank(self: Any) -> None:
@@ -52,6 +55,15 @@ def run(*arguments: Any, **named: Any) -> None:
     scheduler.run_scheduler_process(*arguments, **named)
 
 
+def _nap_shortly() -> None:
+    from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
+
+    def nap(sleeper: Any) -> None:
+        sleeper.poller.poll(NAP_MS)
+
+    setattr(IdleSleeper, "maybe_sleep", nap)  # noqa: B010 (SGLang's)
+
+
 def take_weights(model: object, tensors: object) -> None:
     """Takes a whole set of weights from the rank; SGLang calls it in place of its own loading, with no tensors."""
     del model, tensors
@@ -59,9 +71,11 @@ def take_weights(model: object, tensors: object) -> None:
 
 
 def _connected(address: str) -> "connection.Connection[Any, Any]":
-    link = socket.socket(socket.AF_UNIX)
-    link.connect(address)
-    return connection.Connection(link.detach())
+    door = socket.socket(socket.AF_UNIX)
+    door.connect(address)
+    link = connection.Connection(door.detach())
+    link.send(os.getppid())  # which engine this is a part of
+    return link
 
 
 class _Seat:

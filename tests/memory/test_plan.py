@@ -17,6 +17,7 @@ from rft.spec import (
     MovingAverage,
     Reference,
     RewardModel,
+    SGLangEngine,
     SharedCritic,
     TransformersEngine,
     VLLMEngine,
@@ -114,6 +115,17 @@ def test_the_engine_is_there_in_its_phases_alone(model: str):
     two = plan(setting(model, engine=engine, world_size=2))
     assert rows(two, "broadcast")["sync bucket"] == 4 * PARAMETERS  # all of it, being less than a bucket and the largest tensor
     assert "sync bucket" not in rows(made, "broadcast")
+
+
+def test_new_weights_go_to_sglang_through_a_bucket(model: str):
+    made = plan(setting(model, engine=SGLangEngine(cache_bytes=1 << 20, bucket_bytes=1 << 10)))
+    assert rows(made, "broadcast")["engine weights"] == 2 * PARAMETERS
+    assert rows(made, "generate")["cache"] == 1 << 20
+    assert rows(made, "broadcast")["sync bucket"] == 2 * 320 * 128  # the embedding, which is the largest tensor
+    whole = plan(setting(model, engine=SGLangEngine(bucket_bytes=1 << 30)))
+    assert rows(whole, "broadcast")["sync bucket"] == 2 * PARAMETERS
+    kept = plan(setting(model, engine=SGLangEngine(), schedule=Schedule(keep_engine_weights=True)))
+    assert rows(kept, "train")["engine weights"] == 2 * PARAMETERS
 
 
 def test_an_engine_that_wakes_is_compared_with_the_actor_which_is_gathered_for_it(model: str):

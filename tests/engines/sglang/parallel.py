@@ -1,4 +1,4 @@
-"""One rank of two: jobs with FSDP2 whose engines are one on each rank (DP 2), and one over both (TP 2), where a TP rank is killed.
+"""One rank of two: jobs with FSDP2 whose engines are one on each rank (DP 2), or one over both (TP 2), one of whose TP ranks may be killed.
 
 Writes what the test compares, as JSON.
 """
@@ -26,8 +26,8 @@ SAMPLING = rft.Sampling(samples=2, max_new_tokens=8, temperature=0.8, top_p=0.9)
 ENGINE = rft.SGLangEngine(dtype="float32", max_model_len=256, max_rows=16, cache_bytes=1 << 26, bucket_bytes=1 << 16)
 
 
-def run(folder: str, tensor_parallel: int) -> dict[str, Any]:
-    """Samples, trains, samples again; in TP also over the death of a TP rank."""
+def run(folder: str, tensor_parallel: int, *, killed: bool) -> dict[str, Any]:
+    """Samples, trains, samples again; and again over the death of a TP rank."""
     trainer = rft.FSDP2Trainer(dtype="float32", lr=0.02, eps=1e-4)
     spec = rft.LaunchSpec(model=folder, engine=ENGINE, trainer=trainer, tensor_parallel=tensor_parallel, deadline_s=300)
     data = tokenise(QUESTIONS, find_model(folder).tokenizer, max_tokens=64)
@@ -50,7 +50,7 @@ def run(folder: str, tensor_parallel: int) -> dict[str, Any]:
         found["gap"] = float((old - again.logprobs)[again.sampled].abs().max())
         state = rft.finish_batch(state)
         found["probe"] = max(gap.largest for gap in rft.health(state).gaps)
-        if tensor_parallel == 2:
+        if killed:
             found |= _killed(state, engine, prompts)
     found["all_gone"] = all_gone(started)
     return found
@@ -85,7 +85,8 @@ def _by_seed(rollouts: rft.Rollouts) -> dict[str, list[int]]:
 
 
 def main(out: Path, folder: str, *cases: str) -> None:
-    found = {case: run(folder, int(case)) for case in cases}
+    """Each case is the size of the TP group, with `, killed` behind it or not."""
+    found = {case: run(folder, int(case[0]), killed=case.endswith("killed")) for case in cases}
     _ = (out / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

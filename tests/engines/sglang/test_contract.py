@@ -154,6 +154,13 @@ def test_what_cannot_work_is_refused_before_anything_starts(
         _ = build(dataclasses.replace(SPEC, **changes), find_model(str(folder)), dataclasses.replace(world, tp_size=tensor_parallel))
 
 
+def test_a_model_that_does_not_say_what_it_is(folder: Path, world: World) -> None:
+    model = find_model(str(folder))
+    model.config.architectures = None
+    with pytest.raises(BadInput, match="has no architectures"):
+        _ = build(SPEC, model, world)
+
+
 def test_an_engine_that_is_not_installed(folder: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_options, "find_spec", lambda _: None)
     with pytest.raises(MissingEngine, match="pip install"):

@@ -1,6 +1,7 @@
 """What becomes of SGLang's processes: when one of them dies, when the rank dies, when it does not start; and ports."""
 
 import dataclasses
+import os
 import socket
 import subprocess
 import sys
@@ -38,18 +39,8 @@ def taken() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
-def test_a_port_that_is_taken_and_a_worker_that_is_killed_while_it_takes_weights(
-    folder: Path, module: Any, world: World, taken: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free, given = sglang_process.free_port, list[int]()
-
-    def port() -> int:
-        given.append(free() if given else taken)
-        return given[-1]
-
-    monkeypatch.setattr(sglang_process, "free_port", port)
+def test_a_worker_that_is_killed_while_it_takes_weights(folder: Path, module: Any, world: World) -> None:
     engine = build(SPEC, find_model(str(folder)), world)
-    assert len(given) == 2, "it was started with another port"
     wake_with(engine, module)
     first = engine.generate(requests(*PROMPTS), GREEDY)
     started = family(engine._group.pid)
@@ -73,6 +64,19 @@ def test_a_port_that_is_taken_and_a_worker_that_is_killed_while_it_takes_weights
     assert all_gone(started)
 
 
+@pytest.mark.slow
+def test_a_port_that_is_taken_meanwhile(folder: Path, world: World, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    free, given = sglang_process.free_port, list[int]()
+
+    def port() -> int:
+        given.append(free() if given else taken)
+        return given[-1]
+
+    monkeypatch.setattr(sglang_process, "free_port", port)
+    build(SPEC, find_model(str(folder)), world).close()
+    assert len(given) == 2, "it was started with another port"
+
+
 def test_an_engine_that_does_not_start_says_why_and_leaves_nothing(folder: Path, world: World) -> None:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     with pytest.raises(EngineFailed, match="nonsense"):
@@ -80,23 +84,32 @@ def test_an_engine_that_does_not_start_says_why_and_leaves_nothing(folder: Path,
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
 
 
+def owner(folder: Path) -> "subprocess.Popen[str]":
+    """A rank of its own, without what this one's world has left in the environment."""
+    environment = {name: value for name, value in os.environ.items() if not sglang_process.TORCHRUN.fullmatch(name)}
+    command = [sys.executable, "-m", "tests.engines.sglang.owner", str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.slow
 def test_nothing_outlives_the_rank(folder: Path) -> None:
-    with subprocess.Popen([sys.executable, "-m", "tests.engines.sglang.owner", str(folder)], stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        started = family(int(owner.stdout.readline()))
+    with owner(folder) as rank:
+        assert rank.stdout is not None
+        started = family(int(rank.stdout.readline()))
         assert len(started) >= 2
-        owner.kill()
-        _ = owner.wait(20)
+        rank.kill()
+        _ = rank.wait(20)
     assert all_gone(started)
 
 
 @pytest.mark.slow
 def test_nothing_outlives_a_rank_that_is_killed_while_it_starts(folder: Path) -> None:
-    with subprocess.Popen([sys.executable, "-m", "tests.engines.sglang.owner", str(folder)], stdout=subprocess.PIPE, text=True) as owner:
+    with owner(folder) as rank:
         started: list[psutil.Process] = []
-        while not any("sglang::scheduler" in " ".join(process.cmdline()) for process in started):
-            time.sleep(0.5)
-            started = psutil.Process(owner.pid).children(recursive=True)
-        owner.kill()
-        _ = owner.wait(20)
+        while len(started) < 2:
+            time.sleep(0.2)
+            assert rank.poll() is None
+            started = psutil.Process(rank.pid).children(recursive=True)
+        rank.kill()
+        _ = rank.wait(20)
     assert all_gone(started)
