@@ -221,8 +221,9 @@ class SGLang:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
             "max_new_tokens": sampling.max_new_tokens,
-            "stop_token_ids": self._ends,
+            "stop_token_ids": [*self._ends, *sampling.stop_tokens],
             "sampling_seed": seed,
         }
 

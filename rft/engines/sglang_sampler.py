@@ -77,6 +77,9 @@ def distribution(logits: Float[Tensor, "row vocab"], info: "SamplingBatchInfo") 
     if info.is_all_greedy:
         return logits.float().log_softmax(-1)
     scaled = logits.float() / info.temperatures
+    if info.need_min_p_sampling:
+        least = scaled.max(-1, keepdim=True).values + info.min_ps[:, None].log()
+        scaled = scaled.masked_fill(scaled < least, -torch.inf)
     if info.need_top_k_sampling or info.need_top_p_sampling:
         scaled = _cut(scaled, info.top_ks, info.top_ps)
     return scaled.log_softmax(-1)
