@@ -5,7 +5,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 case "$*" in
-  "") speed="not slow" minutes=20 ;;
+  "") speed="not slow" minutes=30 ;;
   --slow) speed="slow" minutes=300 ;;
   *) echo "usage: bash tests/run.sh [--slow]" >&2; exit 2 ;;
 esac

@@ -218,10 +218,8 @@ def _require_this_model(runtime: Runtime, path: Path, facts: dict[str, Any]) -> 
     if facts["model_type"] != _model_type(runtime):
         raise BadInput(f"{RESTORE}: {path} is of a {facts['model_type']} model, and this launch has a {_model_type(runtime)} one")
     if facts["lora"] != _lora(runtime):
-        raise BadInput(
-            f"{RESTORE}: {path} was saved with LoRA {facts['lora']}, and this launch has {_lora(runtime)}; rank, alpha and base model "
-            "must be the same"
-        )
+        both = f"was saved with LoRA {facts['lora']}, and this launch has {_lora(runtime)}"
+        raise BadInput(f"{RESTORE}: {path} {both}; rank, alpha and base model must be the same")
     seed, model = runtime.spec.seed, runtime.spec.model
     if facts["seed"] != seed and runtime.world.rank == 0:
         log.warning("%s was saved by a run of seed %d, and this one has %d: it will sample otherwise", path, facts["seed"], seed)

@@ -1,9 +1,8 @@
 """Opening and closing of the devices of one job."""
 
 import contextlib
-import dataclasses as dc
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from rft.parallel.lockstep import Lockstep
 from rft.parallel.world import World, open_world
 from rft.spec import Critic, LaunchSpec, MovingAverage, Reference, SharedCritic, Where
 from rft.state import ACTOR_OPTIMIZER, CRITIC, CRITIC_OPTIMIZER, EMA, REFERENCE, Placement, Role, Roles, reward_model
+from rft.telemetry.records import flat
 from rft.trainers.protocol import Adapted, Frozen, Judge, Trainer
 
 log = logging.getLogger("rft")
@@ -76,26 +76,18 @@ def _engine(spec: LaunchSpec, engine: Any, model: ModelFolder, world: World) -> 
 
 
 def _require_alike(spec: LaunchSpec, lockstep: Lockstep) -> None:
-    """Raises `BadInput` where the ranks were given different specifications. Folders may have other names on other nodes. Collective."""
-    told = lockstep.gather({name: value for name, value in _described(spec).items() if not name.endswith("model")})
+    """Raises `BadInput` where the ranks were given different specifications. Collective.
+
+    Folders may have other names on other nodes, and what has no text of its own is not compared.
+    """
+    plain = {name: value for name, value in flat(spec).items() if not name.endswith("model") and " at 0x" not in str(value)}
+    told = lockstep.gather(plain)
     for rank, theirs in enumerate(told):
         for name in sorted(told[0].keys() | theirs.keys()):
             if told[0].get(name) != theirs.get(name):
                 raise BadInput(
                     f"LaunchSpec.{name} is {told[0].get(name)} on rank 0 and {theirs.get(name)} on rank {rank}; give every rank the same"
                 )
-
-
-def _described(part: Any) -> dict[str, str]:
-    """Every field under a dotted name, as text; of what is no plain value its type."""
-    fields = {f.name: getattr(part, f.name) for f in dc.fields(part)} if dc.is_dataclass(part) else dict(part)
-    found = dict[str, str]()
-    for name, value in fields.items():
-        if dc.is_dataclass(value) or isinstance(value, Mapping):
-            found |= {f"{name}.{inner}": told for inner, told in _described(value).items()}
-        plain = value is None or isinstance(value, str | int | float | tuple)
-        found[name] = repr(value) if plain else type(value).__name__
-    return found
 
 
 def _require_turns(spec: LaunchSpec) -> None:

@@ -1,6 +1,6 @@
 """Both training backends on the same batch: what they learn, how fast, in how much memory, and how fast their weights stream.
 
-    torchrun --standalone --nproc-per-node 2 -m tests.benchmarks.backends FOLDER-TO-MAKE [SIZE] [BACKEND;BACKEND;…]
+    torchrun --standalone --nproc-per-node 2 -m tests.benchmarks.backends FOLDER-TO-MAKE [SIZE] [BACKEND;BACKEND;…] [DTYPE;DTYPE]
 
 Each backend, in fp32 and in bfloat16, takes STEPS supervised steps on one batch of random tokens, goes to the host and back (the same
 bits must come back), and gives its weights away. The ceiling of a stream is one all-gather, or on one rank and where nothing is sharded
@@ -36,8 +36,8 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 """Relative, of a loss after up to STEPS steps, between backends."""
 
 
-def main(folder: str, size: str = "0.5B", names: str = ";".join(NAMES)) -> None:
-    """All rows of one model; `names` are parted by semicolons."""
+def main(folder: str, size: str = "0.5B", names: str = ";".join(NAMES), dtypes: str = "float32;bfloat16") -> None:
+    """All rows of one model; backends and dtypes are parted by semicolons."""
     world = open_world(1, timeout_s=1200)
     torch.manual_seed(0)
     if world.rank == 0:
@@ -45,7 +45,7 @@ def main(folder: str, size: str = "0.5B", names: str = ";".join(NAMES)) -> None:
     _ = dist.barrier(group=world.host)
     model = find_model(folder)
     rows: list[dict[str, Any]] = []
-    for dtype in ("float32", "bfloat16"):
+    for dtype in dtypes.split(";"):
         for name in names.split(";"):
             row = {"model": size, "backend": name, "dtype": dtype, "ranks": world.size, **measured(name, dtype, model, world)}
             rows.append(row | compared(row, rows))
