@@ -37,10 +37,14 @@ def broadcast(state: RuntimeState[Any, Any, Any, Any]) -> Fresh:
     _require_room(state, runtime)
     awake = type(state.engine) is Awake
     with runtime.engine_effect():
-        runtime.engine.wake_weights()
+        # Each of these may be collective, over the ranks of an engine or over all: none is begun where another rank has failed.
+        with runtime.lockstep.agreement():
+            runtime.engine.wake_weights()
         for each in deliveries:
-            received = each.load(_as_promised(each.sent))
-            _compare(received, each.checksums())
+            with runtime.lockstep.agreement():
+                received = each.load(_as_promised(each.sent))
+            with runtime.lockstep.agreement():
+                _compare(received, each.checksums())
         runtime.engine.flush()
         if awake:
             runtime.watch.ask_engine(runtime.engine, state.version)

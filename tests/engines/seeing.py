@@ -18,7 +18,7 @@ from rft.engines.protocol import Engine, Request
 from rft.errors import BadInput
 from rft.experience import Draw, Sampling
 from rft.images import Images
-from tests.engines.contract import distribution, is_close, wake_with, weights
+from rft.testing.engines import distribution, is_close, wake_with, weights
 from tests.models import tiny_vision_model
 from tests.trainers.batches import prompt_of, some_images
 

@@ -8,7 +8,7 @@ import torch
 
 from rft.engines.sglang_sampler import distribution, uniforms_at
 from rft.experience import Sampling
-from tests.engines.contract import distribution as plainly
+from rft.testing.engines import distribution as plainly
 
 MASK = 2**64 - 1
 WAYS = [Sampling(), Sampling(temperature=0.5), Sampling(top_k=7), Sampling(top_p=0.6), Sampling(temperature=2.0, top_k=20, top_p=0.8)]

@@ -15,7 +15,7 @@ from rft.experience import Sampling
 from rft.models import find_model
 from rft.parallel.world import World, open_world
 from rft.spec import SGLangEngine
-from tests.engines.contract import (
+from rft.testing.engines import (
     GREEDY,
     MAX_MODEL_LEN,
     PROMPTS,
@@ -25,12 +25,13 @@ from tests.engines.contract import (
     module,
     other,
     requests,
+    tokenizer,
     wake_with,
     weights,
 )
 from tests.engines.sglang.processes import all_gone, family
 
-__all__ = ["folder", "module", "other"]
+__all__ = ["folder", "module", "other", "tokenizer"]
 SPEC = SGLangEngine(dtype="float32", max_model_len=MAX_MODEL_LEN, max_rows=64, cache_bytes=1 << 26, bucket_bytes=1 << 14)
 
 

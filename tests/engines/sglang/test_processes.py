@@ -18,7 +18,7 @@ from rft.engines.sglang import build
 from rft.errors import EngineFailed
 from rft.models import find_model
 from rft.parallel.world import World, open_world
-from tests.engines.contract import GREEDY, PROMPTS, folder, greedy, module, requests, wake_with, weights
+from rft.testing.engines import GREEDY, PROMPTS, folder, greedy, module, requests, wake_with, weights
 from tests.engines.sglang.processes import all_gone, family
 from tests.engines.sglang.test_contract import SPEC
 

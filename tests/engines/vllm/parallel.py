@@ -17,7 +17,7 @@ from rft.experience import Sampling
 from rft.models import find_model
 from rft.parallel.world import open_world
 from rft.spec import VLLMEngine
-from tests.engines.contract import GREEDY, PROMPTS, requests, wake_with, weights
+from rft.testing.engines import GREEDY, PROMPTS, requests, wake_with, weights
 
 
 def run(folder: str, tensor_parallel: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.engines.contract import PROMPTS, greedy
+from rft.testing.engines import PROMPTS, greedy
 from tests.launching import torchrun
 from tests.models import tiny_model
 

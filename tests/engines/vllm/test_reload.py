@@ -15,7 +15,7 @@ from rft.experience import Sampling
 from rft.models import find_model
 from rft.parallel.world import open_world
 from rft.spec import VLLMEngine
-from tests.engines.contract import GREEDY, PROMPTS, expected_logprobs, folder, greedy, is_close, module, other, requests, wake_with, weights
+from rft.testing.engines import GREEDY, PROMPTS, expected_logprobs, folder, greedy, is_close, module, other, requests, wake_with, weights
 
 __all__ = ["folder", "module", "other"]
 
