@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.register_assert_rewrite("rft.testing.engines")
+
 OPTIONAL = ("vllm", "sglang", "deepspeed")
 
 

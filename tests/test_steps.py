@@ -331,13 +331,13 @@ def test_what_is_no_mini_batch_or_objective_is_refused(begun: State) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "says"),
-    [(0, "has 0 tokens"), (62, "has 62 tokens; it needs at least 1, and with max_new_tokens=3 at most the engine's max_model_len=64")],
+    [(0, "has 0 tokens"), (254, "has 254 tokens; it needs at least 1, and with max_new_tokens=3 at most the engine's max_model_len=256")],
 )
 def test_a_prompt_that_is_empty_or_too_long_is_refused(begun: State, tokens: int, says: str) -> None:
     ready = rft.refresh(begun)
     prompts = rft.Prompts(
-        tokens=torch.ones(1, 62, dtype=torch.int64),
-        mask=torch.arange(62)[None] < tokens,
+        tokens=torch.ones(1, 254, dtype=torch.int64),
+        mask=torch.arange(254)[None] < tokens,
         ids=torch.tensor([0]),
         epoch=0,
         texts=("",),

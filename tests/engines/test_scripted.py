@@ -23,6 +23,7 @@ class Scripted(torch.nn.Module):
     def named_parameters(self, *_: Any, **__: Any) -> Any:
         return iter(self.weights.items())
 
+    @torch.no_grad()
     def forward(self, tokens: Tensor) -> Any:
         total = sum(float(tensor.sum()) for tensor in self.weights.values())
         rows = [[scripted_logits(total, row[: end + 1]) for end in range(len(row))] for row in tokens.tolist()]

@@ -146,7 +146,7 @@ def test_untied_heads(tmp_path: Path, world: World) -> None:
 def test_the_contract_on_two_ranks_and_the_same_tokens_on_one(
     folder: Path, world: World, module: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
-    _ = torchrun(Path(__file__).with_name("on_ranks.py"), tmp_path, folder, ranks=2)
+    _ = torchrun(Path(__file__).with_name("on_ranks.py"), tmp_path, folder, ranks=2, timeout=240)
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [len(each) for each in told] == [6, 6]
     assert told[0] | told[1] == check_ranks(make(folder, world), module, tokenizer, world)
