@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def options(model: ModelFolder) -> dict[str, Any]:
     """How vLLM is started for this model. Raises `MissingEngine` for one that takes images where torchvision cannot be imported."""
     if model.images is None:
-        return {"skip_tokenizer_init": True}
+        return {}
     try:
         _ = importlib.import_module("torchvision")
     except (ImportError, RuntimeError) as error:  # the second where it is built for another torch
