@@ -17,7 +17,7 @@ from rft.experience import Sampling
 from rft.models import find_model
 from rft.parallel.world import open_world
 from rft.spec import VLLMEngine
-from rft.testing.engines import GREEDY, PROMPTS, requests, wake_with, weights
+from rft.testing.engines import GREEDY, PROMPTS, check_ranks, requests, wake_with, weights
 
 
 def run(folder: str, tensor_parallel: int) -> dict[str, Any]:
@@ -31,12 +31,14 @@ def run(folder: str, tensor_parallel: int) -> dict[str, Any]:
     sampled = engine.generate([Request(tokens=PROMPTS[0], seed=s) for s in range(4)], Sampling(max_new_tokens=8))
     sums = engine.load(iter(weights(module).items()))
     _ = engine.load(iter({**weights(module), "model.norm.weight": torch.zeros_like(module.model.norm.weight)}.items()))
+    differ = [name for name, value in engine.checksums().items() if value != sums[name]]
     result = {
+        "told": check_ranks(engine, module, find_model(folder).tokenizer, world),
         "path": engine.sync_path,
         "greedy": [c.tokens for c in first],
         "sampled": [c.tokens for c in sampled],
         "weights": engine.memory().weights,
-        "differ": [name for name, value in engine.checksums().items() if value != sums[name]],
+        "differ": differ,
     }
     engine.close()
     assert dist.is_initialized(), "the world is the trainer's too"

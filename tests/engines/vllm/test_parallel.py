@@ -48,3 +48,10 @@ def test_greedy_tokens_are_those_of_one_rank(case: str, folders: dict[str, Path]
 @pytest.mark.parametrize("case", CASES)
 def test_the_ranks_sample_the_same(case: str, ranks: list[dict[str, dict[str, Any]]]) -> None:
     assert ranks[0][case]["sampled"] == ranks[1][case]["sampled"]
+
+
+def test_prompts_are_answered_the_same_however_the_ranks_are_grouped(ranks: list[dict[str, dict[str, Any]]]) -> None:
+    """And every rank held to the contract on ranks, by `check_ranks`."""
+    together, apart = ([rank[case]["told"] for rank in ranks] for case in ("tied, TP 2", "tied, DP 2"))
+    assert together == apart
+    assert [len(told) for told in together] == [6, 6]
