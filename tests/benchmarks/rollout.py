@@ -3,8 +3,8 @@
     python -m tests.benchmarks.rollout FOLDER-TO-MAKE [SIZE [PROMPTS [SAMPLES [NEW-TOKENS]]]]
 
 The bare engine is vLLM's own `LLM.generate`: one request a prompt with `n` samples, without seeds, and without text, which a model of
-random weights has none of. Beside it stand what makes the difference: log-probs, their form, and a seed for each response. Appends medians of
-five rounds to results/rollout.jsonl.
+random weights has none of. Beside it stand what makes the difference: log-probs, their form, and a seed for each response. Appends
+medians of five rounds to results/rollout.jsonl.
 """
 
 import statistics
