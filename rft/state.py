@@ -287,3 +287,10 @@ def after_step(old: OldLogProbs) -> OldLogProbs:
 def is_ready(state: RuntimeState[Any, Any, A, O]) -> TypeIs[RuntimeState[Awake, Fresh, A, O]]:
     """Narrows a state of unknown axes: True where `generate` may be called."""
     return type(state.engine) is Awake and type(state.weights) is Fresh
+
+
+def is_at(
+    state: RuntimeState[Any, Any, Any, Any], engine: type[E], weights: type[W], actor: type[A], old: type[O], /
+) -> TypeIs[RuntimeState[E, W, A, O]]:
+    """Narrows a state of unknown axes: `is_at(state, Asleep, Stale, OnDevice, NoOld)` is True where a loop may begin."""
+    return (type(state.engine), type(state.weights), type(state.actor), type(state.old)) == (engine, weights, actor, old)

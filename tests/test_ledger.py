@@ -2,6 +2,7 @@ import copy
 import dataclasses as dc
 import gc
 import typing
+import weakref
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -316,14 +317,50 @@ def test_a_failure_keeps_its_kind_and_its_cause() -> None:
     assert "one tensor differs" in str(caught.value)
 
 
-def test_the_living_state_is_held_by_its_user_alone(begun: State) -> None:
-    state = rft.broadcast(begun)
-    ledger = state.devices.ledger
-    del state
+# ---- the living state, for whoever lost it ----
+
+
+def test_what_a_composition_had_reached_is_given_for_any_state_that_lived(begun: State) -> None:
+    with failing(begun, "wake_cache"), pytest.raises(EngineFailed):
+        _ = rft.wake(rft.offload_actor(rft.broadcast(begun)))
     gc.collect()
-    assert ledger.living() is None
-    with pytest.raises(ConsumedState, match="nobody holds the living state any more"):
-        _ = rft.wake(typing.cast(Any, begun))
+    reached = rft.living(begun)
+    assert joint_of(reached) == (rft.Asleep, rft.Fresh, rft.Offloaded, rft.NoOld)
+    assert rft.living(reached) is reached
+    assert rft.legal(reached) == ("recover", "restore")
+    rested = rft.recover(reached)
+    assert rft.living(begun) is rft.living(reached) is rested
+
+
+def test_it_is_said_where_the_state_given_is_spent(begun: State) -> None:
+    _ = rft.broadcast(begun)
+    with pytest.raises(ConsumedState, match=r"(?s)the living one is RuntimeState\[Asleep, Fresh.* living\(state\)"):
+        _ = rft.broadcast(begun)
+
+
+@pytest.mark.parametrize("other", [copy.copy, dc.replace, lambda state: first_state(state.devices, Roles())])
+def test_it_is_not_given_for_a_state_that_never_lived(begun: State, other: Any) -> None:
+    with pytest.raises(ConsumedState, match=r"living\(state\): this object is .* never lives"):
+        _ = rft.living(other(begun))
+    with pytest.raises(IllegalStep, match="needs a RuntimeState, got int"):
+        _ = rft.living(typing.cast(Any, 1))
+
+
+def test_nothing_is_held_once_launch_has_been_left() -> None:
+    gc.collect()
+    gc.disable()  # what goes has no circle to wait in
+    try:
+        with scripted_launch() as begun:
+            devices = weakref.ref(begun.devices)
+            reached = weakref.ref(rft.refresh(begun))
+            assert reached() is not None, "nobody else holds it"
+        assert reached() is None
+        with pytest.raises(RuntimeClosed, match=r"living\(state\): `launch` was left"):
+            _ = rft.living(begun)
+        del begun
+        assert devices() is None
+    finally:
+        gc.enable()
 
 
 # ---- what may come next ----

@@ -1,6 +1,8 @@
 import copy
 import dataclasses as dc
 import pickle
+import typing
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +107,14 @@ def test_then_names_the_axes_keeps_the_rest_and_counts() -> None:
 )
 def test_is_ready_where_generate_may_be_called(engine: object, weights: object, ready: bool) -> None:
     assert rft.is_ready(state_of(engine=engine, weights=weights)) is ready
+
+
+def test_is_at_where_all_four_axes_are_as_named() -> None:
+    there = state_of(engine=rft.Asleep(), weights=rft.Fresh(VERSION), actor=rft.Offloaded(), old=rft.NoOld())
+    axes = (rft.Asleep, rft.Fresh, rft.Offloaded, rft.NoOld)
+    assert rft.is_at(there, *axes)
+    for place, other in enumerate((rft.Awake, rft.Stale, rft.OnDevice, rft.OldLogProbs)):
+        assert not rft.is_at(there, *typing.cast(Any, [*axes[:place], other, *axes[place + 1 :]]))
 
 
 # ---- roles ----

@@ -37,6 +37,26 @@ def legal(state: AnyState) -> tuple[str, ...]:
     return tuple(e.name for e in TABLE.values() if e.kind in kinds and e.allows(joint) and e.name not in cannot)
 
 
+def living(state: AnyState, /) -> RuntimeState:
+    """The newest state of the runtime of `state`, which may be any that lived: for where the one that was returned last is lost.
+
+    A composition such as `use` or `update` uses up the state that it is given, and one that fails half-way returns nothing. Go on from
+    what it had reached:
+
+        except rft.NonFiniteGradient:
+            reached = rft.living(state)
+            if not rft.is_at(reached, Asleep, Stale, OnDevice, OldLogProbs):
+                raise
+            state = rft.finish_batch(reached)
+
+    No step, and not collective: it looks at this rank alone. What is poisoned stays so, and the next step says what leads on. Raises
+    `ConsumedState` for a state that never lived, such as a copy, and `RuntimeClosed` once `launch` has been left.
+    """
+    if type(state) is not RuntimeState:
+        raise IllegalStep(f"living(state) needs a RuntimeState, got {type(state).__name__}")
+    return state.devices.ledger.newest(state)
+
+
 def _refusal(edge: Edge, state: AnyState) -> str:
     joint = joint_of(state)
     wrong = [i for i, axis in enumerate(joint) if axis not in edge.before[i]]
