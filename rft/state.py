@@ -43,11 +43,20 @@ REFERENCE = Role("reference")
 EMA = Role("ema")
 CRITIC = Role("critic")
 CRITIC_OPTIMIZER = Role("critic_optimizer")
+_NAMED = (ACTOR_OPTIMIZER, REFERENCE, EMA, CRITIC, CRITIC_OPTIMIZER)
+_REWARD_MODEL = "reward model "
 
 
 def reward_model(name: str) -> Role:
     """The role of the local reward model that `LaunchSpec.reward_models` calls `name`."""
-    return Role(f"reward model {name}")
+    return Role(f"{_REWARD_MODEL}{name}")
+
+
+def spelled(role: object) -> str:
+    """As it is written in a program: `REFERENCE`, or `reward_model('kind')`; whatever is none of the library's roles, by its value."""
+    if isinstance(role, str) and role.startswith(_REWARD_MODEL):
+        return f"reward_model({role.removeprefix(_REWARD_MODEL)!r})"
+    return role.upper() if isinstance(role, str) and role in _NAMED else repr(role)
 
 
 # ---- the four axes ----
@@ -181,8 +190,8 @@ class Devices:
     cannot: Mapping[str, str] = MappingProxyType({})
     """Steps that this runtime's backends cannot take, and why."""
 
-    def enter(self, step: str, generation: int) -> None:
-        """Called before a legal step takes effect: the place where ranks compare where they are."""
+    def enter(self, step: str, chosen: str, generation: int) -> None:
+        """Called before a legal step takes effect: the place where ranks compare where they are, and what they chose (` of role EMA`)."""
 
     def leave(self, step: str) -> None:
         """Called after a step, whether it went well or not."""

@@ -51,8 +51,8 @@ class Recording(Devices):
     def __init__(self, **cannot: str) -> None:
         self.ledger, self.cannot, self.calls = Ledger(), cannot, list[str]()
 
-    def enter(self, step: str, generation: int) -> None:
-        self.calls.append(f"enter {step} {generation}")
+    def enter(self, step: str, chosen: str, generation: int) -> None:
+        self.calls.append(f"enter {step}{chosen} {generation}")
 
     def leave(self, step: str) -> None:
         self.calls.append(f"leave {step}")
@@ -92,6 +92,28 @@ def test_an_observation_leaves_its_state_living_and_gives_its_value() -> None:
     assert look(state, 1, sideways=2) == 3
     assert look(state, 2, sideways=2) == 4
     assert devices.calls == ["enter look 0", "leave look"] * 2
+
+
+def test_calls_are_told_apart_by_their_roles_and_words() -> None:
+    @rft.observation
+    def ask(
+        state: State, whom: rft.Role, /, how: typing.Literal["loud", "low"] = "low", *, also: rft.Role | None = None, times: int = 1
+    ) -> list[object]:
+        return [state, whom, how, also, times]
+
+    devices = Recording()
+    state = living(devices)
+    _ = ask(state, rft.REFERENCE)
+    _ = ask(state, rft.reward_model("kind"), "loud", times=3)
+    _ = ask(state, rft.Role("friend"), how="loud", also=rft.EMA)
+    with pytest.raises(TypeError, match="whom"):
+        _ = typing.cast(Any, ask)(state)
+    assert devices.calls[::2] == [
+        "enter ask of whom REFERENCE of how 'low' 0",
+        "enter ask of whom reward_model('kind') of how 'loud' 0",
+        "enter ask of whom 'friend' of how 'loud' of also EMA 0",
+        "enter ask of how 'low' 0",
+    ]
 
 
 def test_a_step_that_raises_is_left_behind_and_changes_nothing() -> None:

@@ -79,12 +79,12 @@ class Runtime(Devices):
         """Whether this launch has a rollout engine."""
         return self._engine is not None
 
-    def enter(self, step: str, generation: int) -> None:
+    def enter(self, step: str, chosen: str, generation: int) -> None:
         self.of_engine = step if step in OF_ENGINE else self.of_engine
         self.trace.begin(step)
         self._handled = sys.exception()
         try:
-            self.lockstep.meet(step, generation)
+            self.lockstep.meet(step + chosen, generation)
         except BaseException:
             self.trace.end(step)
             raise

@@ -5,8 +5,8 @@ from rft.ledger.table import TABLE, AnyState, Edge, Kind, describe, joint_of, na
 from rft.state import AXES, Devices, RuntimeState
 
 
-def admit(edge: Edge, state: AnyState) -> Devices:
-    """Everything that must hold before the body runs; the module's head has the order."""
+def admit(edge: Edge, state: AnyState, chosen: str) -> Devices:
+    """Everything that must hold before the body runs, for a call that made these choices; the module's head has the order."""
     if type(state) is not RuntimeState:
         raise IllegalStep(f"{edge.name}(state) needs a RuntimeState, got {type(state).__name__}")
     devices, (engine, weights, actor, old) = state.devices, edge.before
@@ -15,7 +15,7 @@ def admit(edge: Edge, state: AnyState) -> Devices:
         raise IllegalStep(f"{edge.name}(state): {devices.cannot[edge.name]}\n{_legal_now(state)}")
     if not (type(state.engine) in engine and type(state.weights) in weights and type(state.actor) in actor and type(state.old) in old):
         raise IllegalStep(_refusal(edge, state))
-    devices.enter(edge.name, devices.ledger.generation)
+    devices.enter(edge.name, chosen, devices.ledger.generation)
     return devices
 
 

@@ -48,6 +48,14 @@ def at_different_steps(world: World) -> Seen:
         return seen | {"generation after": rft.broadcast(begun).generation}
 
 
+def with_different_roles(world: World) -> Seen:
+    seen: Seen = {}
+    with scripted_launch(world=world, beside="own") as begun:
+        with untouched(begun, seen):
+            _ = rft.reload(begun, rft.reward_model("kind") if world.rank else rft.REFERENCE)
+        return seen | {"generation after": rft.reload(begun, rft.REFERENCE).generation}
+
+
 def at_different_generations(world: World) -> Seen:
     seen: Seen = {}
     with scripted_launch(world=world) as begun:
@@ -180,6 +188,7 @@ def main() -> None:
     }
     for scene in (
         at_different_steps,
+        with_different_roles,
         at_different_generations,
         an_engine_that_fails,
         manifests_that_differ,

@@ -37,6 +37,15 @@ def test_ranks_at_different_steps_are_told_who_is_where(results: Results) -> Non
         assert seen["generation after"] == 1
 
 
+def test_ranks_with_different_roles_of_the_same_step_too(results: Results) -> None:
+    there = r"rank 0: reload of role REFERENCE \(generation 0\).*\n  rank 1: reload of role reward_model\('kind'\) \(generation 0\)"
+    for seen in scene(results, "with different roles"):
+        assert seen["error"] == "RanksDiverged"
+        assert re.search(there, seen["message"])
+        assert seen["untouched"]
+        assert seen["generation after"] == 1
+
+
 def test_ranks_at_different_generations_of_the_same_step_too(results: Results) -> None:
     for seen in scene(results, "at different generations"):
         assert seen["error"] == "RanksDiverged"
