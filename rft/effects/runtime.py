@@ -5,6 +5,7 @@ import dataclasses as dc
 import secrets
 import sys
 from collections.abc import Generator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rft.effects.watch import Watch
@@ -65,6 +66,8 @@ class Runtime(Devices):
         self.trace = Trace()
         self.watch = Watch(spec.probe_every, model)
         self.name, self.generated = secrets.token_hex(3), 0
+        self.damaged = set[Path]()
+        """Checkpoints whose content a restore found to be another than was written."""
         self.of_engine, self.sampled_after = "launch", "launch"
         """The engine's last transition, and its last one before the last rollouts."""
 
