@@ -1,6 +1,8 @@
 import dataclasses as dc
 import itertools
+import typing
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -209,6 +211,11 @@ def test_what_does_not_say_of_each_row_whether_it_is_kept_is_refused(begun: Stat
     wanted = rft.Wanted(groups=1, bound=1, keep=lambda _: given)
     with pytest.raises(rft.ShapeError, match=r"a bool for each of the 12 rows"):
         _ = rft.collect_groups(rft.refresh(begun), iter([PROMPTS]), MANY, by_length, wanted)
+
+
+def test_a_list_of_batches_is_refused(begun: State) -> None:
+    with pytest.raises(rft.BadInput, match=r"must be an iterator, got list; write iter\(batches\)"):
+        _ = rft.collect_groups(rft.refresh(begun), typing.cast(Any, [PROMPTS]), MANY, by_length, rft.Wanted(groups=1, bound=1))
 
 
 def test_prompts_that_end_and_wants_that_cannot_be_met_are_refused(begun: State) -> None:

@@ -347,6 +347,28 @@ def test_a_prompt_that_is_empty_or_too_long_is_refused(begun: State, tokens: int
         _ = rft.generate(ready, prompts, SAMPLING)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "more", "says"),
+    [
+        ([1, 2], SAMPLING, {}, "prompts must be Prompts, got list"),
+        (PROMPTS, {}, {}, "sampling must be a Sampling, got dict {}; write Sampling"),
+        (PROMPTS, SAMPLING, {"draw": "first"}, "draw must be an int, got 'first'"),
+    ],
+)
+def test_what_is_no_prompts_or_sampling_is_refused(begun: State, prompts: Any, sampling: Any, more: Any, says: str) -> None:
+    ready = rft.refresh(begun)
+    with refused(ready, BadInput, "generate(state, prompts, sampling", says):
+        _ = rft.generate(ready, prompts, sampling, **more)
+    with refused(ready, BadInput, says):
+        _ = rft.generate_stale(ready, prompts, sampling, max_lag=1, **more)
+
+
+@pytest.mark.parametrize(("values", "says"), [([1.0], "got list"), ({"x": [None]}, "must be numbers"), ({"x": 1.0}, "must be numbers")])
+def test_what_has_no_mean_is_refused(begun: State, values: Any, says: str) -> None:
+    with refused(begun, BadInput, "average(state, values)", says):
+        _ = rft.average(begun, values)
+
+
 @pytest.mark.parametrize("name", ["advantages", "logprobs", "reference"])
 def test_what_is_not_finite_at_a_sampled_token_is_refused(begun: State, name: str) -> None:
     state, rollouts = with_old(begun)

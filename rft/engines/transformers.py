@@ -13,14 +13,14 @@ from rft.engines.requests import check_requests, check_sequences, end_tokens
 from rft.engines.stopping import StopStrings
 from rft.errors import BadInput, EngineFailed, MissingEngine
 from rft.experience import Sampling
-from rft.models import ModelFolder, attention_of
+from rft.models import ModelFolder, attention_of, reading_weights
 from rft.ops.transfer import standing, transfer
 from rft.parallel.world import World
 from rft.spec import TransformersEngine
 
 
 def build(spec: TransformersEngine, model: ModelFolder, world: World) -> "Transformers":
-    """The engine on this rank's device, awake, with the folder's weights. Raises `BadInput` for TP above 1."""
+    """The engine on this rank's device, awake, with the folder's weights. Raises `BadInput` for TP above 1, and for broken files."""
     module = module_of(spec, model, world).to(world.device)
     return Transformers(module, model, max_model_len=spec.max_model_len, max_rows=spec.max_rows)
 
@@ -42,7 +42,8 @@ def module_of(spec: TransformersEngine, model: ModelFolder, world: World) -> Any
     except ImportError as error:
         raise MissingEngine("the transformers engine needs transformers: pip install 'transformers>=5.17'") from error
     options: dict[str, Any] = {"dtype": getattr(torch, spec.dtype), "attn_implementation": attention_of(model.config)}
-    module: Any = AutoModelForCausalLM.from_pretrained(model.path, **options)
+    with reading_weights(model.path):
+        module: Any = AutoModelForCausalLM.from_pretrained(model.path, **options)
     return module
 
 

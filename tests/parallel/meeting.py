@@ -133,6 +133,33 @@ def a_long_prompt_on_one_rank(world: World) -> Seen:
     return seen
 
 
+def sampling_of_a_wrong_type_on_one_rank(world: World) -> Seen:
+    seen: Seen = {}
+    wrong: Any = {"samples": 2}
+    with scripted_launch(world=world) as begun:
+        ready = rft.refresh(begun)
+        with untouched(ready, seen):
+            _ = rft.generate(ready, scripted_prompts(), wrong if world.rank else SAMPLING)
+    return seen
+
+
+def other_columns_on_one_rank(world: World) -> Seen:
+    seen: Seen = {}
+    with scripted_launch(world=world) as begun, untouched(begun, seen):
+        _ = rft.average(begun, {"reward": [1.0], **({"length": [2]} if world.rank else {})})
+    return seen
+
+
+def a_column_of_words_on_one_rank(world: World) -> Seen:
+    seen: Seen = {}
+    words: Any = ["much"]
+    with scripted_launch(world=world) as begun:
+        ready = rft.refresh(begun)
+        with untouched(ready, seen):
+            _ = rft.average(ready, {"reward": words if world.rank else [1.0]})
+    return seen
+
+
 def old_rollouts_on_one_rank(world: World) -> Seen:
     seen: Seen = {}
     with scripted_launch(world=world) as begun:
@@ -195,6 +222,9 @@ def main() -> None:
         memory_on_one_rank,
         another_batch_on_one_rank,
         a_long_prompt_on_one_rank,
+        sampling_of_a_wrong_type_on_one_rank,
+        other_columns_on_one_rank,
+        a_column_of_words_on_one_rank,
         old_rollouts_on_one_rank,
         averages,
     ):

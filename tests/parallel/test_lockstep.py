@@ -106,7 +106,13 @@ def test_memory_that_is_short_on_one_rank_is_refused_on_all(results: Results) ->
 
 @pytest.mark.parametrize(
     ("name", "error"),
-    [("another batch on one rank", "WrongBatch"), ("a long prompt on one rank", "BadInput"), ("old rollouts on one rank", "TooStale")],
+    [
+        ("another batch on one rank", "WrongBatch"),
+        ("a long prompt on one rank", "BadInput"),
+        ("sampling of a wrong type on one rank", "BadInput"),
+        ("a column of words on one rank", "BadInput"),
+        ("old rollouts on one rank", "TooStale"),
+    ],
 )
 def test_what_one_rank_refuses_all_refuse(results: Results, name: str, error: str) -> None:
     first, second = scene(results, name)
@@ -120,6 +126,13 @@ def test_what_one_rank_refuses_all_refuse(results: Results, name: str, error: st
 
 
 # ---- what they do together ----
+
+
+def test_columns_that_differ_have_no_average_on_any_rank(results: Results) -> None:
+    for rank, seen in enumerate(scene(results, "other columns on one rank")):
+        assert seen["error"] == "BadInput"
+        assert ("'reward', 'length', and rank 0 'reward'" if rank else "'reward', and rank 1 'reward', 'length'") in seen["message"]
+        assert seen["untouched"]
 
 
 def test_places_are_torchruns(results: Results) -> None:
