@@ -11,7 +11,7 @@ from rft.engines.delivery import Names, delivery, named
 from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
 from rft.engines.stopping import StopStrings
-from rft.errors import BadInput, EngineFailed, MissingEngine
+from rft.errors import EngineFailed, MissingEngine
 from rft.experience import Sampling
 from rft.models import ModelFolder, attention_of, reading_weights
 from rft.ops.transfer import standing, transfer
@@ -27,16 +27,7 @@ def build(spec: TransformersEngine, model: ModelFolder, world: World) -> "Transf
 
 def module_of(spec: TransformersEngine, model: ModelFolder, world: World) -> Any:
     """The model on the host, with the folder's weights. Raises as `build` does."""
-    if world.tp_size > 1:
-        raise BadInput(
-            f"the transformers engine holds the whole model on every rank, so tensor_parallel={world.tp_size} cannot work: "
-            "set tensor_parallel=1, or use VLLMEngine"
-        )
-    longest = int(getattr(model.config, "max_position_embeddings", spec.max_model_len))
-    if spec.max_model_len > longest:
-        raise BadInput(
-            f"max_model_len={spec.max_model_len} is more than the model's {longest}; set TransformersEngine(max_model_len={longest})"
-        )
+    spec.check(model.config, world.tp_size)
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
