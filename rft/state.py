@@ -172,7 +172,8 @@ class Roles:
         for placement in self.placements:
             if placement.role == role:
                 return placement
-        raise RoleError(f"there is no role {role!r} in this runtime; it has {', '.join(p.role for p in self.placements) or 'none'}")
+        there = ", ".join(spelled(placement.role) for placement in self.placements) or "none"
+        raise RoleError(f"there is no role {spelled(role)} in this runtime; it has {there}")
 
     def moved(self, role: Role, where: Literal["device", "host"]) -> "Roles":
         """The same roles with one of them elsewhere. Raises `RoleError` like `of`."""
@@ -189,6 +190,8 @@ class Devices:
     ledger: "Ledger"
     cannot: Mapping[str, str] = MappingProxyType({})
     """Steps that this runtime's backends cannot take, and why."""
+    lacking: frozenset[str] = frozenset()
+    """Steps of models that this runtime does not have; they say so themselves."""
 
     def enter(self, step: str, chosen: str, generation: int) -> None:
         """Called before a legal step takes effect: the place where ranks compare where they are, and what they chose (` of role EMA`)."""

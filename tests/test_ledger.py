@@ -393,8 +393,7 @@ def test_legal_names_what_may_be_called_next(begun: State) -> None:
         return set(rft.legal(state))
 
     always = {"broadcast", "recover", "offload", "reload", "rewards", "average", "all_rows", "over_ranks"}
-    always |= {"export", "export_adapter", "restore"}
-    always |= {"train_critic", "update_ema", "reference_logprobs", "values", "model_rewards"}
+    always |= {"export", "restore"}
     on_device = {"offload_actor", "compute_old_logprobs", "adopt_logprobs", "supervised_step"}
     assert named(begun) == always | on_device | {"save"}
     state = rft.broadcast(begun)
@@ -410,6 +409,13 @@ def test_legal_names_what_may_be_called_next(begun: State) -> None:
     assert named(state) == always | awake | {"offload_actor", "supervised_step", "train_step", "finish_batch"}
     state = trained(state, rollouts)
     assert named(state) == (always | awake | {"offload_actor", "supervised_step", "train_step", "finish_batch"}) - {"generate"}
+
+
+def test_legal_leaves_out_the_steps_of_models_that_are_not_there(begun: State) -> None:
+    own = {"train_critic", "update_ema", "reference_logprobs", "values", "model_rewards"}
+    with scripted_launch(beside="own") as state:
+        assert set(rft.legal(state)) == set(rft.legal(begun)) | own
+    assert not {*own, "export_adapter"} & set(rft.legal(begun))
 
 
 def test_what_a_backend_cannot_is_said_first_and_is_not_legal() -> None:

@@ -397,13 +397,13 @@ def test_a_gradient_that_is_not_finite_leaves_the_state_living(begun: State) -> 
 @pytest.mark.parametrize(("step", "there", "other"), [(rft.offload, "host", "reload"), (rft.reload, "device", "offload")])
 def test_a_role_that_is_there_already_is_refused(begun: State, step: Any, there: str, other: str) -> None:
     state = rft.offload(begun, rft.ACTOR_OPTIMIZER) if step is rft.offload else begun
-    with refused(state, RoleError, f"{step.__name__}(state, 'actor_optimizer'): it is on the {there} already", f"{other} it first"):
+    with refused(state, RoleError, f"{step.__name__}(state, ACTOR_OPTIMIZER): it is on the {there} already", f"{other} it first"):
         _ = step(state, rft.ACTOR_OPTIMIZER)
 
 
 @pytest.mark.parametrize("step", [rft.offload, rft.reload])
 def test_a_role_that_is_not_there_or_is_none_is_refused(begun: State, step: Any) -> None:
-    with refused(begun, RoleError, "there is no role 'critic'", "it has actor_optimizer"):
+    with refused(begun, RoleError, "there is no role CRITIC", "it has ACTOR_OPTIMIZER"):
         _ = step(begun, rft.Role("critic"))
     with refused(begun, RoleError, "no role but an axis", f"state = {step.__name__}_actor(state)"):
         _ = step(begun, rft.Role("actor"))
@@ -428,7 +428,7 @@ FULL = [
         479,
         lambda s: rft.wake(rft.broadcast(rft.offload(s, rft.ACTOR_OPTIMIZER))),
         lambda s: rft.reload(s, rft.ACTOR_OPTIMIZER),
-        "reload(state, 'actor_optimizer')",
+        "reload(state, ACTOR_OPTIMIZER)",
         ("actor_optimizer",),
     ),
 ]

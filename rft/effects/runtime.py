@@ -15,9 +15,9 @@ from rft.models import ModelFolder
 from rft.parallel.lockstep import Lockstep
 from rft.parallel.world import World
 from rft.spec import LaunchSpec
-from rft.state import ACTOR_OPTIMIZER, CRITIC, CRITIC_OPTIMIZER, Devices, Role, RuntimeState
+from rft.state import ACTOR_OPTIMIZER, CRITIC, CRITIC_OPTIMIZER, EMA, Devices, Role, RuntimeState
 from rft.telemetry.trace import Trace
-from rft.trainers.protocol import Critic, Frozen, Judge, Movable, Part, Trainer
+from rft.trainers.protocol import Adapted, Critic, Frozen, Judge, Movable, Part, Trainer
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,7 @@ class Runtime(Devices):
         self.ledger = Ledger()
         self.cannot = _cannot(engine, trainer)
         self.spec, self.model, self.world, self.trainer, self.lockstep, self.beside = spec, model, world, trainer, lockstep, beside
+        self.lacking = _lacking(trainer, beside)
         self.movable = _movable(trainer, beside)
         self._engine = engine
         self.trace = Trace()
@@ -134,6 +135,19 @@ def _movable(trainer: Trainer, beside: Beside) -> dict[Role, Movable]:
     if beside.critic is not None:
         found |= {CRITIC: _Part(beside.critic, "model"), CRITIC_OPTIMIZER: _Part(beside.critic, "optimizer")}
     return found
+
+
+def _lacking(trainer: Trainer, beside: Beside) -> frozenset[str]:
+    """Steps whose model was not asked for at launch."""
+    there = {
+        "reference_logprobs": bool(beside.frozen),
+        "update_ema": EMA in beside.frozen,
+        "values": beside.critic is not None,
+        "train_critic": beside.critic is not None,
+        "model_rewards": bool(beside.judges),
+        "export_adapter": isinstance(trainer, Adapted),
+    }
+    return frozenset(step for step, has in there.items() if not has)
 
 
 def _cannot(engine: Engine | None, trainer: Trainer) -> dict[str, str]:

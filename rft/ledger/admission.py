@@ -22,8 +22,8 @@ def admit(edge: Edge, state: AnyState, chosen: str) -> Devices:
 def legal(state: AnyState) -> tuple[str, ...]:
     """Names of the steps that `state` may take next: `restore` alone for one that is used up, or where the runtime is poisoned.
 
-    With a poisoned engine `recover` leads on, too; for a copy, or after `launch`, nothing does. It reads the axes, and what this
-    runtime's backends can do; roles, batches and memory are checked by the steps themselves.
+    With a poisoned engine `recover` leads on, too; for a copy, or after `launch`, nothing does. It reads the axes, what this runtime's
+    backends can do, and which models it has; where these lie, batches and memory are checked by the steps themselves.
     """
     ledger = state.devices.ledger
     if not ledger.lived(state):
@@ -33,8 +33,8 @@ def legal(state: AnyState) -> tuple[str, ...]:
         kinds = ("restoration",)
     elif ledger.fault() == "engine":
         kinds = ("recovery", "restoration")
-    joint, cannot = joint_of(state), state.devices.cannot
-    return tuple(e.name for e in TABLE.values() if e.kind in kinds and e.allows(joint) and e.name not in cannot)
+    joint, never = joint_of(state), {*state.devices.cannot, *state.devices.lacking}
+    return tuple(e.name for e in TABLE.values() if e.kind in kinds and e.allows(joint) and e.name not in never)
 
 
 def living(state: AnyState, /) -> RuntimeState:

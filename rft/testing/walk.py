@@ -180,7 +180,8 @@ class RuntimeWalk(RuleBasedStateMachine):
         for state in (self._living, self._states[0][0]):
             assert state.devices is not self._living.devices or living(state) is self._living
             named = set(legal(state)) & {call.edge.name for call in self.calls}
-            assert named == {call.edge.name for call in self.calls if not self._refusals(state, call, None)}
+            allowed = {call.edge.name for call in self.calls if not self._refusals(state, call, None)}
+            assert named == allowed - state.devices.lacking
 
     @precondition(lambda self: bool(self._states) and self._poison is None)
     @invariant()
