@@ -1,6 +1,8 @@
 """A causal language model as it lies on disk: found, checked, and its tokenizer, before anything is put on a device."""
 
 import dataclasses as dc
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,17 @@ def find_model(model: str) -> ModelFolder:
     if not tokenizer("1", add_special_tokens=False)["input_ids"]:
         raise BadInput(f"{folder} has no tokenizer: what transformers makes up in its place knows no text")
     return ModelFolder(folder, config, tokenizer)
+
+
+@contextmanager
+def reading_weights(folder: Path) -> Generator[None]:
+    """Says as `BadInput` what is wrong with the files that weights are read from, such as a download that was cut off."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise BadInput(f"the weights in {folder} cannot be loaded: {error}; copy or download the model's files anew") from error
 
 
 def attention_of(config: Any) -> str | None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rft.errors import BadInput
-from rft.models import ModelFolder, attention_of
+from rft.models import ModelFolder, attention_of, reading_weights
 from rft.parallel.world import World
 
 Kind = Literal["CausalLM", "SequenceClassification", "TokenClassification"]
@@ -26,14 +26,9 @@ def load(folder: ModelFolder, *, checkpointing: bool, kind: Kind = "CausalLM") -
     Raises `BadInput` where weights are missing or of another shape (they would be random), and for models whose checkpoints name
     their tensors in another way than the model does.
     """
-    from safetensors import SafetensorError
-
     options: dict[str, Any] = {**_options(folder), "output_loading_info": True, "ignore_mismatched_sizes": True}
-    try:
-        with _without_progress_bars():
-            model, report = _auto(kind).from_pretrained(folder.path, **options)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise BadInput(f"the weights in {folder.path} cannot be loaded: {error}") from error
+    with reading_weights(folder.path), _without_progress_bars():
+        model, report = _auto(kind).from_pretrained(folder.path, **options)
     lost = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
     if lost:
         raise BadInput(f"{folder.path} lacks weights, or has them in another shape: {', '.join(lost[:5])} ({len(lost)} in all)")

@@ -38,6 +38,15 @@ def test_ranks_at_different_steps_are_told_who_is_where(results: Results) -> Non
         assert seen["generation after"] == 1
 
 
+def test_ranks_with_different_roles_of_the_same_step_too(results: Results) -> None:
+    there = r"rank 0: reload of role REFERENCE \(generation 0\).*\n  rank 1: reload of role reward_model\('kind'\) \(generation 0\)"
+    for seen in scene(results, "with different roles"):
+        assert seen["error"] == "RanksDiverged"
+        assert re.search(there, seen["message"])
+        assert seen["untouched"]
+        assert seen["generation after"] == 1
+
+
 def test_ranks_at_different_generations_of_the_same_step_too(results: Results) -> None:
     for seen in scene(results, "at different generations"):
         assert seen["error"] == "RanksDiverged"
@@ -99,7 +108,13 @@ def test_memory_that_is_short_on_one_rank_is_refused_on_all(results: Results) ->
 
 @pytest.mark.parametrize(
     ("name", "error"),
-    [("another batch on one rank", "WrongBatch"), ("a long prompt on one rank", "BadInput"), ("old rollouts on one rank", "TooStale")],
+    [
+        ("another batch on one rank", "WrongBatch"),
+        ("a long prompt on one rank", "BadInput"),
+        ("sampling of a wrong type on one rank", "BadInput"),
+        ("a column of words on one rank", "BadInput"),
+        ("old rollouts on one rank", "TooStale"),
+    ],
 )
 def test_what_one_rank_refuses_all_refuse(results: Results, name: str, error: str) -> None:
     first, second = scene(results, name)
@@ -113,6 +128,13 @@ def test_what_one_rank_refuses_all_refuse(results: Results, name: str, error: st
 
 
 # ---- what they do together ----
+
+
+def test_columns_that_differ_have_no_average_on_any_rank(results: Results) -> None:
+    for rank, seen in enumerate(scene(results, "other columns on one rank")):
+        assert seen["error"] == "BadInput"
+        assert ("'reward', 'length', and rank 0 'reward'" if rank else "'reward', and rank 1 'reward', 'length'") in seen["message"]
+        assert seen["untouched"]
 
 
 def test_places_are_torchruns(results: Results) -> None:
