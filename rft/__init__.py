@@ -30,6 +30,7 @@ from rft.errors import (
 from rft.experience import Draw, Experience, Minibatch, Prompts, Rollouts, Sampling, assemble, concatenate, demonstrations, experience, take
 from rft.images import Images
 from rft.ledger import TABLE, Edge, describe, legal, observation, restoration, transition
+from rft.ledger.admission import living
 from rft.loops import Collected, Evaluation, Wanted, collect, collect_groups, evaluate, refresh, teaches, update, use
 from rft.objectives import (
     LossTerms,
@@ -87,6 +88,7 @@ from rft.state import (
     RuntimeState,
     Stale,
     W,
+    is_at,
     is_ready,
     reward_model,
     then,
@@ -148,6 +150,7 @@ __all__ = [
     "RuntimeState",
     "Stale",
     "W",
+    "is_at",
     "is_ready",
     "reward_model",
     "then",
@@ -188,6 +191,7 @@ __all__ = [
     "Edge",
     "describe",
     "legal",
+    "living",
     "observation",
     "restoration",
     "transition",

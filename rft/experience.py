@@ -102,7 +102,10 @@ class Sampling(Draw):
 @tree.record
 @dc.dataclass(frozen=True, kw_only=True, eq=False)
 class Prompts:
-    """Tokenised questions of one epoch. `ids` are stable numbers of the data set; seeds and groups come from them."""
+    """Tokenised questions of one epoch. `ids` are stable numbers of the data set, each of one question: seeds and groups come from them.
+
+    Raises `BadInput` where an id comes twice: the responses to both would be one group, drawn with the same seeds.
+    """
 
     tokens: Int64[Tensor, "prompt seq"]
     mask: Bool[Tensor, "prompt seq"]
@@ -116,6 +119,12 @@ class Prompts:
     def __post_init__(self) -> None:
         check_record(self)
         _check_lengths(self, len(self.ids), texts=self.texts, answers=self.answers, images=self.images)
+        ids, counts = self.ids.unique(return_counts=True)
+        if twice := ids[counts > 1].tolist():
+            raise BadInput(
+                f"Prompts.ids: {', '.join(map(str, twice[:5]))} come more than once, and their responses would be one group with the same "
+                "seeds; give each prompt an id of its own, and for more responses to one prompt write Sampling(samples=…)"
+            )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -336,7 +345,13 @@ def _joined_images(parts: Sequence[tuple[RowImages | None, Sequence[int]]]) -> R
 
 
 def take(source: Experience, rows: Int64[Tensor, "row"]) -> Minibatch:
-    """The mini-batch of the given rows of `source`, in that order."""
+    """The mini-batch of the given rows of `source`, counted from 0, in that order. Raises `BadInput` for rows that it does not have."""
+    numbers: Any = rows
+    if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or numbers.dim() != 1:
+        what = f"{tuple(rows.shape)} of {rows.dtype}" if isinstance(numbers, Tensor) else type(numbers).__name__
+        raise BadInput(f"take(source, rows): rows must be a tensor [row] of int64, such as torch.arange(len(source)); got {what}")
+    if strange := rows[(rows < 0) | (rows >= len(source))].tolist():
+        raise BadInput(f"take(source, rows): there is no row {strange[0]}; source has {len(source)} rows, counted from 0")
     fields: dict[str, Any] = {f.name: getattr(source, f.name) for f in dc.fields(source)}
     taken: dict[str, Any] = {name: value[rows] if isinstance(value, Tensor) else value for name, value in fields.items()}
     taken["images"] = _joined_images([(source.images, rows.tolist())])

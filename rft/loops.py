@@ -98,6 +98,7 @@ def collect_groups(
     Known as: verl `algorithm.filter_groups`; OpenRLHF `--dynamic_filtering`; LightRFT `--dynamic_sampling`.
     Source: Yu et al., DAPO, https://arxiv.org/abs/2503.14476
     """
+    _require_iterator(batches)
     parts, missing = list[tuple[Collected, Int64[Tensor, "row"]]](), wanted.groups
     taken = torch.zeros(0, dtype=torch.int64)
     for attempt in range(wanted.bound):
@@ -115,6 +116,15 @@ def collect_groups(
             "rank, others may miss more; raise the bound, take easier or harder prompts, or write at_bound='take'"
         )
     return _assembled(parts)
+
+
+def _require_iterator(batches: object) -> None:
+    """Raises `BadInput`: a list would begin anew at every call."""
+    if not isinstance(batches, Iterator):
+        what = type(batches).__name__
+        raise BadInput(
+            f"collect_groups(state, batches, …): batches must be an iterator, got {what}; write iter(batches), once before the loop"
+        )
 
 
 def _next(batches: Iterator[Prompts]) -> Prompts:

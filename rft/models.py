@@ -1,6 +1,8 @@
 """A causal language model as it lies on disk: found, checked, and its tokenizer, before anything is put on a device."""
 
 import dataclasses as dc
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,6 +90,17 @@ def stored_names(model: Any) -> dict[str, str]:
     if any(id(mark) not in back for mark in marks.values()):
         raise BadInput(f"{type(model).__name__} is stored in another form than it has in memory; its weights cannot be streamed yet")
     return {name: back[id(mark)] for name, mark in marks.items()}
+
+
+@contextmanager
+def reading_weights(folder: Path) -> Generator[None]:
+    """Says as `BadInput` what is wrong with the files that weights are read from, such as a download that was cut off."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise BadInput(f"the weights in {folder} cannot be loaded: {error}; copy or download the model's files anew") from error
 
 
 def attention_of(config: Any) -> str | None:

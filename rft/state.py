@@ -43,11 +43,20 @@ REFERENCE = Role("reference")
 EMA = Role("ema")
 CRITIC = Role("critic")
 CRITIC_OPTIMIZER = Role("critic_optimizer")
+_NAMED = (ACTOR_OPTIMIZER, REFERENCE, EMA, CRITIC, CRITIC_OPTIMIZER)
+_REWARD_MODEL = "reward model "
 
 
 def reward_model(name: str) -> Role:
     """The role of the local reward model that `LaunchSpec.reward_models` calls `name`."""
-    return Role(f"reward model {name}")
+    return Role(f"{_REWARD_MODEL}{name}")
+
+
+def spelled(role: object) -> str:
+    """As it is written in a program: `REFERENCE`, or `reward_model('kind')`; whatever is none of the library's roles, by its value."""
+    if isinstance(role, str) and role.startswith(_REWARD_MODEL):
+        return f"reward_model({role.removeprefix(_REWARD_MODEL)!r})"
+    return role.upper() if isinstance(role, str) and role in _NAMED else repr(role)
 
 
 # ---- the four axes ----
@@ -163,7 +172,8 @@ class Roles:
         for placement in self.placements:
             if placement.role == role:
                 return placement
-        raise RoleError(f"there is no role {role!r} in this runtime; it has {', '.join(p.role for p in self.placements) or 'none'}")
+        there = ", ".join(spelled(placement.role) for placement in self.placements) or "none"
+        raise RoleError(f"there is no role {spelled(role)} in this runtime; it has {there}")
 
     def moved(self, role: Role, where: Literal["device", "host"]) -> "Roles":
         """The same roles with one of them elsewhere. Raises `RoleError` like `of`."""
@@ -180,9 +190,11 @@ class Devices:
     ledger: "Ledger"
     cannot: Mapping[str, str] = MappingProxyType({})
     """Steps that this runtime's backends cannot take, and why."""
+    lacking: frozenset[str] = frozenset()
+    """Steps of models that this runtime does not have; they say so themselves."""
 
-    def enter(self, step: str, generation: int) -> None:
-        """Called before a legal step takes effect: the place where ranks compare where they are."""
+    def enter(self, step: str, chosen: str, generation: int) -> None:
+        """Called before a legal step takes effect: the place where ranks compare where they are, and what they chose (` of role EMA`)."""
 
     def leave(self, step: str) -> None:
         """Called after a step, whether it went well or not."""
@@ -287,3 +299,10 @@ def after_step(old: OldLogProbs) -> OldLogProbs:
 def is_ready(state: RuntimeState[Any, Any, A, O]) -> TypeIs[RuntimeState[Awake, Fresh, A, O]]:
     """Narrows a state of unknown axes: True where `generate` may be called."""
     return type(state.engine) is Awake and type(state.weights) is Fresh
+
+
+def is_at(
+    state: RuntimeState[Any, Any, Any, Any], engine: type[E], weights: type[W], actor: type[A], old: type[O], /
+) -> TypeIs[RuntimeState[E, W, A, O]]:
+    """Narrows a state of unknown axes: `is_at(state, Asleep, Stale, OnDevice, NoOld)` is True where a loop may begin."""
+    return (type(state.engine), type(state.weights), type(state.actor), type(state.old)) == (engine, weights, actor, old)

@@ -123,6 +123,11 @@ def test_prompts_hold_together(changes: dict[str, Any], says: str) -> None:
     assert says in str(caught.value)
 
 
+def test_an_id_is_of_one_prompt() -> None:
+    with pytest.raises(BadInput, match=r"Prompts.ids: 1, 7 come more than once, .*Sampling\(samples=…\)"):
+        _ = dc.replace(scripted_prompts(6), ids=torch.tensor([7, 1, 2, 1, 7, 7]))
+
+
 def test_rewards_and_advantages_fit_their_rollouts() -> None:
     rollouts = rollouts_of()
     with pytest.raises(ShapeError, match=r"Experience.rewards: axis 'batch' is 3"):
@@ -238,6 +243,20 @@ def test_taking_rows_keeps_their_order_and_their_origin() -> None:
     assert taken.groups.tolist() == [8, 7, 8]
     assert taken.rewards.tolist() == [1.0, 0.0, 1.0]
     assert len(rft.take(taken, torch.tensor([], dtype=torch.int64))) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (torch.tensor([0, 2]), "there is no row 2; source has 2 rows"),
+        (torch.tensor([-1]), "there is no row -1"),
+        (torch.tensor([True, False]), r"int64.* got \(2,\) of torch.bool"),
+        ([0], "got list"),
+    ],
+)
+def test_rows_that_are_not_there_cannot_be_taken(rows: Any, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        _ = rft.take(experience_of(rollouts_of()), rows)
 
 
 def test_rows_of_several_rollouts_are_assembled_to_rollouts_of_their_own() -> None:

@@ -2,6 +2,7 @@ import copy
 import dataclasses as dc
 import gc
 import typing
+import weakref
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,8 @@ class Recording(Devices):
     def __init__(self, **cannot: str) -> None:
         self.ledger, self.cannot, self.calls = Ledger(), cannot, list[str]()
 
-    def enter(self, step: str, generation: int) -> None:
-        self.calls.append(f"enter {step} {generation}")
+    def enter(self, step: str, chosen: str, generation: int) -> None:
+        self.calls.append(f"enter {step}{chosen} {generation}")
 
     def leave(self, step: str) -> None:
         self.calls.append(f"leave {step}")
@@ -91,6 +92,28 @@ def test_an_observation_leaves_its_state_living_and_gives_its_value() -> None:
     assert look(state, 1, sideways=2) == 3
     assert look(state, 2, sideways=2) == 4
     assert devices.calls == ["enter look 0", "leave look"] * 2
+
+
+def test_calls_are_told_apart_by_their_roles_and_words() -> None:
+    @rft.observation
+    def ask(
+        state: State, whom: rft.Role, /, how: typing.Literal["loud", "low"] = "low", *, also: rft.Role | None = None, times: int = 1
+    ) -> list[object]:
+        return [state, whom, how, also, times]
+
+    devices = Recording()
+    state = living(devices)
+    _ = ask(state, rft.REFERENCE)
+    _ = ask(state, rft.reward_model("kind"), "loud", times=3)
+    _ = ask(state, rft.Role("friend"), how="loud", also=rft.EMA)
+    with pytest.raises(TypeError, match="whom"):
+        _ = typing.cast(Any, ask)(state)
+    assert devices.calls[::2] == [
+        "enter ask of whom REFERENCE of how 'low' 0",
+        "enter ask of whom reward_model('kind') of how 'loud' 0",
+        "enter ask of whom 'friend' of how 'loud' of also EMA 0",
+        "enter ask of how 'low' 0",
+    ]
 
 
 def test_a_step_that_raises_is_left_behind_and_changes_nothing() -> None:
@@ -316,14 +339,50 @@ def test_a_failure_keeps_its_kind_and_its_cause() -> None:
     assert "one tensor differs" in str(caught.value)
 
 
-def test_the_living_state_is_held_by_its_user_alone(begun: State) -> None:
-    state = rft.broadcast(begun)
-    ledger = state.devices.ledger
-    del state
+# ---- the living state, for whoever lost it ----
+
+
+def test_what_a_composition_had_reached_is_given_for_any_state_that_lived(begun: State) -> None:
+    with failing(begun, "wake_cache"), pytest.raises(EngineFailed):
+        _ = rft.wake(rft.offload_actor(rft.broadcast(begun)))
     gc.collect()
-    assert ledger.living() is None
-    with pytest.raises(ConsumedState, match="nobody holds the living state any more"):
-        _ = rft.wake(typing.cast(Any, begun))
+    reached = rft.living(begun)
+    assert joint_of(reached) == (rft.Asleep, rft.Fresh, rft.Offloaded, rft.NoOld)
+    assert rft.living(reached) is reached
+    assert rft.legal(reached) == ("recover", "restore")
+    rested = rft.recover(reached)
+    assert rft.living(begun) is rft.living(reached) is rested
+
+
+def test_it_is_said_where_the_state_given_is_spent(begun: State) -> None:
+    _ = rft.broadcast(begun)
+    with pytest.raises(ConsumedState, match=r"(?s)the living one is RuntimeState\[Asleep, Fresh.* living\(state\)"):
+        _ = rft.broadcast(begun)
+
+
+@pytest.mark.parametrize("other", [copy.copy, dc.replace, lambda state: first_state(state.devices, Roles())])
+def test_it_is_not_given_for_a_state_that_never_lived(begun: State, other: Any) -> None:
+    with pytest.raises(ConsumedState, match=r"living\(state\): this object is .* never lives"):
+        _ = rft.living(other(begun))
+    with pytest.raises(IllegalStep, match="needs a RuntimeState, got int"):
+        _ = rft.living(typing.cast(Any, 1))
+
+
+def test_nothing_is_held_once_launch_has_been_left() -> None:
+    gc.collect()
+    gc.disable()  # what goes has no circle to wait in
+    try:
+        with scripted_launch() as begun:
+            devices = weakref.ref(begun.devices)
+            reached = weakref.ref(rft.refresh(begun))
+            assert reached() is not None, "nobody else holds it"
+        assert reached() is None
+        with pytest.raises(RuntimeClosed, match=r"living\(state\): `launch` was left"):
+            _ = rft.living(begun)
+        del begun
+        assert devices() is None
+    finally:
+        gc.enable()
 
 
 # ---- what may come next ----
@@ -334,8 +393,7 @@ def test_legal_names_what_may_be_called_next(begun: State) -> None:
         return set(rft.legal(state))
 
     always = {"broadcast", "recover", "offload", "reload", "rewards", "average", "all_rows", "over_ranks"}
-    always |= {"export", "export_adapter", "restore"}
-    always |= {"train_critic", "update_ema", "reference_logprobs", "values", "model_rewards"}
+    always |= {"export", "restore"}
     on_device = {"offload_actor", "compute_old_logprobs", "adopt_logprobs", "supervised_step"}
     assert named(begun) == always | on_device | {"save"}
     state = rft.broadcast(begun)
@@ -351,6 +409,13 @@ def test_legal_names_what_may_be_called_next(begun: State) -> None:
     assert named(state) == always | awake | {"offload_actor", "supervised_step", "train_step", "finish_batch"}
     state = trained(state, rollouts)
     assert named(state) == (always | awake | {"offload_actor", "supervised_step", "train_step", "finish_batch"}) - {"generate"}
+
+
+def test_legal_leaves_out_the_steps_of_models_that_are_not_there(begun: State) -> None:
+    own = {"train_critic", "update_ema", "reference_logprobs", "values", "model_rewards"}
+    with scripted_launch(beside="own") as state:
+        assert set(rft.legal(state)) == set(rft.legal(begun)) | own
+    assert not {*own, "export_adapter"} & set(rft.legal(begun))
 
 
 def test_what_a_backend_cannot_is_said_first_and_is_not_legal() -> None:

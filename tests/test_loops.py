@@ -1,6 +1,8 @@
 import dataclasses as dc
 import itertools
+import typing
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +59,30 @@ def test_update_takes_one_step_for_each_mini_batch_and_finishes_the_batch(begun:
     assert len(history) == 6
     assert history[0]["ratio_mean"] == 1.0
     assert history[1]["ratio_mean"] != 1.0
+
+
+def test_an_update_that_fails_half_way_is_gone_on_from(begun: State) -> None:
+    state = rft.refresh(begun)
+    rollouts = rft.generate(state, PROMPTS, SAMPLING)
+    ones = torch.ones(rollouts.tokens.shape)
+    broken = dc.replace(
+        rft.experience(rollouts, torch.ones(6), ones), advantages=torch.where(torch.arange(6)[:, None] < 4, ones, torch.nan)
+    )
+    scored = rft.compute_old_logprobs(rft.sleep(state), rollouts)
+    with pytest.raises(rft.BadInput, match="advantages"):
+        _ = rft.update(scored, broken, rft.grpo(), Cut(size=2))
+    reached = rft.living(begun)
+    assert 0 < reached.version < 3, "some steps were taken"
+    assert rft.is_at(reached, rft.Asleep, rft.Stale, rft.OnDevice, rft.OldLogProbs)
+    assert rft.legal(rft.refresh(rft.finish_batch(reached)))
+
+
+def test_a_use_whose_question_raises_is_gone_on_from() -> None:
+    with scripted_launch(beside="own") as begun:
+        with pytest.raises(ZeroDivisionError):
+            _ = rft.use(begun, rft.REFERENCE, lambda there: 1 / (there.generation - 1))
+        state = rft.offload(rft.living(begun), rft.REFERENCE)
+        assert rft.use(state, rft.REFERENCE, lambda there: there.generation)[1] == 3
 
 
 def test_evaluate_gives_means_over_what_has_a_reward(begun: State) -> None:
@@ -185,6 +211,11 @@ def test_what_does_not_say_of_each_row_whether_it_is_kept_is_refused(begun: Stat
     wanted = rft.Wanted(groups=1, bound=1, keep=lambda _: given)
     with pytest.raises(rft.ShapeError, match=r"a bool for each of the 12 rows"):
         _ = rft.collect_groups(rft.refresh(begun), iter([PROMPTS]), MANY, by_length, wanted)
+
+
+def test_a_list_of_batches_is_refused(begun: State) -> None:
+    with pytest.raises(rft.BadInput, match=r"must be an iterator, got list; write iter\(batches\)"):
+        _ = rft.collect_groups(rft.refresh(begun), typing.cast(Any, [PROMPTS]), MANY, by_length, rft.Wanted(groups=1, bound=1))
 
 
 def test_prompts_that_end_and_wants_that_cannot_be_met_are_refused(begun: State) -> None:

@@ -3,6 +3,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -322,6 +323,22 @@ def test_an_objective_that_no_trainer_could_use_is_refused_when_it_is_composed(o
 def test_names_of_other_systems_are_no_functions() -> None:
     with pytest.raises(BadInput, match=r"policy_loss: aggregate must be a function, .* got 'token-mean'"):
         policy_loss(CLIP, aggregate="token-mean")
+
+
+@pytest.mark.parametrize(
+    ("factory", "wrong", "says"),
+    [
+        (grpo, "clipp", "grpo takes no 'clipp'; did you mean 'clip'"),
+        (partial(policy_loss, CLIP), "agregate", "did you mean 'aggregate'. It takes surrogate, aggregate, correction, tokens"),
+        (partial(reference_kl, 0.1), "estimate", "did you mean 'estimator'"),
+        (partial(entropy_bonus, 0.1), "aggregated", "did you mean 'aggregate'"),
+        (imitation, "coeff", "did you mean 'coefficient'"),
+        (critic_loss, "cliprange", "did you mean 'clip'"),
+    ],
+)
+def test_a_keyword_that_is_misspelt_is_told_the_nearest_one(factory: Any, wrong: str, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        _ = factory(**{wrong: 1.0})
 
 
 def test_a_parameter_that_is_missing_is_an_error_when_it_is_composed() -> None:

@@ -1,6 +1,8 @@
 import copy
 import dataclasses as dc
 import pickle
+import typing
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 import rft
 from rft import tree
 from rft.errors import BrokenInvariant, ConsumedState, RoleError
-from rft.state import BatchLogProbs, Devices, Placement, Roles, first_state
+from rft.state import BatchLogProbs, Devices, Placement, Roles, first_state, spelled
 from rft.testing import scripted_launch
 from tests.refusals import State, refused, with_old
 
@@ -107,7 +109,22 @@ def test_is_ready_where_generate_may_be_called(engine: object, weights: object, 
     assert rft.is_ready(state_of(engine=engine, weights=weights)) is ready
 
 
+def test_is_at_where_all_four_axes_are_as_named() -> None:
+    there = state_of(engine=rft.Asleep(), weights=rft.Fresh(VERSION), actor=rft.Offloaded(), old=rft.NoOld())
+    axes = (rft.Asleep, rft.Fresh, rft.Offloaded, rft.NoOld)
+    assert rft.is_at(there, *axes)
+    for place, other in enumerate((rft.Awake, rft.Stale, rft.OnDevice, rft.OldLogProbs)):
+        assert not rft.is_at(there, *typing.cast(Any, [*axes[:place], other, *axes[place + 1 :]]))
+
+
 # ---- roles ----
+
+
+def test_a_role_is_spelled_as_it_is_written_in_a_program() -> None:
+    written = ("ACTOR_OPTIMIZER", "REFERENCE", "EMA", "CRITIC", "CRITIC_OPTIMIZER", "reward_model('one')")
+    for name in written:
+        assert spelled(eval(name, vars(rft))) == name
+    assert spelled(rft.Role("mine")) == "'mine'"
 
 
 def test_roles_move_one_at_a_time_and_unknown_ones_are_refused_by_name() -> None:
@@ -117,7 +134,7 @@ def test_roles_move_one_at_a_time_and_unknown_ones_are_refused_by_name() -> None
     assert moved.of(critic) == Placement(critic, "host", 8)
     assert moved.of(rft.ACTOR_OPTIMIZER) == roles.of(rft.ACTOR_OPTIMIZER)
     assert roles.of(critic).where == "device"
-    with pytest.raises(RoleError, match="no role 'ema' in this runtime; it has critic, actor_optimizer"):
+    with pytest.raises(RoleError, match="no role EMA in this runtime; it has CRITIC, ACTOR_OPTIMIZER"):
         _ = roles.of(rft.Role("ema"))
     with pytest.raises(RoleError, match="it has none"):
         _ = Roles().moved(critic, "host")

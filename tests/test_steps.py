@@ -347,6 +347,28 @@ def test_a_prompt_that_is_empty_or_too_long_is_refused(begun: State, tokens: int
         _ = rft.generate(ready, prompts, SAMPLING)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "more", "says"),
+    [
+        ([1, 2], SAMPLING, {}, "prompts must be Prompts, got list"),
+        (PROMPTS, {}, {}, "sampling must be a Sampling, got dict {}; write Sampling"),
+        (PROMPTS, SAMPLING, {"draw": "first"}, "draw must be an int, got 'first'"),
+    ],
+)
+def test_what_is_no_prompts_or_sampling_is_refused(begun: State, prompts: Any, sampling: Any, more: Any, says: str) -> None:
+    ready = rft.refresh(begun)
+    with refused(ready, BadInput, "generate(state, prompts, sampling", says):
+        _ = rft.generate(ready, prompts, sampling, **more)
+    with refused(ready, BadInput, says):
+        _ = rft.generate_stale(ready, prompts, sampling, max_lag=1, **more)
+
+
+@pytest.mark.parametrize(("values", "says"), [([1.0], "got list"), ({"x": [None]}, "must be numbers"), ({"x": 1.0}, "must be numbers")])
+def test_what_has_no_mean_is_refused(begun: State, values: Any, says: str) -> None:
+    with refused(begun, BadInput, "average(state, values)", says):
+        _ = rft.average(begun, values)
+
+
 @pytest.mark.parametrize("name", ["advantages", "logprobs", "reference"])
 def test_what_is_not_finite_at_a_sampled_token_is_refused(begun: State, name: str) -> None:
     state, rollouts = with_old(begun)
@@ -375,13 +397,13 @@ def test_a_gradient_that_is_not_finite_leaves_the_state_living(begun: State) -> 
 @pytest.mark.parametrize(("step", "there", "other"), [(rft.offload, "host", "reload"), (rft.reload, "device", "offload")])
 def test_a_role_that_is_there_already_is_refused(begun: State, step: Any, there: str, other: str) -> None:
     state = rft.offload(begun, rft.ACTOR_OPTIMIZER) if step is rft.offload else begun
-    with refused(state, RoleError, f"{step.__name__}(state, 'actor_optimizer'): it is on the {there} already", f"{other} it first"):
+    with refused(state, RoleError, f"{step.__name__}(state, ACTOR_OPTIMIZER): it is on the {there} already", f"{other} it first"):
         _ = step(state, rft.ACTOR_OPTIMIZER)
 
 
 @pytest.mark.parametrize("step", [rft.offload, rft.reload])
 def test_a_role_that_is_not_there_or_is_none_is_refused(begun: State, step: Any) -> None:
-    with refused(begun, RoleError, "there is no role 'critic'", "it has actor_optimizer"):
+    with refused(begun, RoleError, "there is no role CRITIC", "it has ACTOR_OPTIMIZER"):
         _ = step(begun, rft.Role("critic"))
     with refused(begun, RoleError, "no role but an axis", f"state = {step.__name__}_actor(state)"):
         _ = step(begun, rft.Role("actor"))
@@ -406,7 +428,7 @@ FULL = [
         479,
         lambda s: rft.wake(rft.broadcast(rft.offload(s, rft.ACTOR_OPTIMIZER))),
         lambda s: rft.reload(s, rft.ACTOR_OPTIMIZER),
-        "reload(state, 'actor_optimizer')",
+        "reload(state, ACTOR_OPTIMIZER)",
         ("actor_optimizer",),
     ),
 ]

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from rft.checkpoint import manifest
@@ -80,9 +81,12 @@ def finish(partial: Path) -> Path:
     return path
 
 
-def keep_newest(folder: Path, count: int) -> None:
-    """Removes all whole checkpoints but the newest `count`. One that cannot be removed is said, and stays."""
-    whole = [found.path for found in checkpoints(folder) if manifest.problem(found.path) is None]
+def keep_newest(folder: Path, count: int, damaged: Collection[Path] = ()) -> None:
+    """Removes all whole checkpoints but the newest `count`. One that cannot be removed is said, and stays.
+
+    Whole is one whose files are all there, in full: their content is read when it is restored alone. What was found `damaged` then is not.
+    """
+    whole = [found.path for found in checkpoints(folder) if found.path not in damaged and manifest.problem(found.path) is None]
     for path in whole[count:]:
         old = path.with_name(path.name + OLD)
         try:

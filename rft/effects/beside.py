@@ -14,14 +14,14 @@ from rft.errors import BadInput, NonFiniteGradient, RoleError, ShapeError
 from rft.experience import Minibatch, Rollouts
 from rft.objectives import ValueObjective
 from rft.rewards.scoring import Rewards, given
-from rft.state import CRITIC, CRITIC_OPTIMIZER, EMA, REFERENCE, OnDevice, Role, RuntimeState
+from rft.state import CRITIC, CRITIC_OPTIMIZER, EMA, REFERENCE, OnDevice, Role, RuntimeState, spelled
 
 State = RuntimeState[Any, Any, Any, Any]
 
 
 def reference_logprobs(state: State, rollouts: Rollouts, role: Role) -> Float32[Tensor, "batch seq"]:
     """log p of the sampled tokens by a frozen model of the Actor's kind."""
-    call = f"reference_logprobs(state, rollouts, role={role!r})"
+    call = f"reference_logprobs(state, rollouts, role={spelled(role)})"
     runtime = runtime_of(state)
     with runtime.lockstep.agreement():
         if role not in (REFERENCE, EMA):
@@ -43,7 +43,7 @@ def values(state: State, rollouts: Rollouts) -> Float32[Tensor, "batch seq"]:
 
 def model_rewards(state: State, rollouts: Rollouts, role: Role) -> Rewards:
     """One score per row by a local reward model."""
-    call = f"model_rewards(state, rollouts, {role!r})"
+    call = f"model_rewards(state, rollouts, {spelled(role)})"
     runtime = runtime_of(state)
     with runtime.lockstep.agreement():
         require_here(call, state, role)
@@ -79,10 +79,11 @@ def update_ema(state: State) -> None:
 
 def require_here(call: str, state: State, role: Role) -> None:
     """Raises `RoleError` where `role` is not there, or not on the device; so it does where it is part of an Actor that is away."""
+    name = spelled(role)
     if state.roles.of(role).where != "device":
-        raise RoleError(f"{call}: {role!r} is on the host; write instead: state = reload(state, Role({str(role)!r})), or `use`")
+        raise RoleError(f"{call}: {name} is on the host; write instead: state = reload(state, {name}), or `use`")
     if role in runtime_of(state).beside.by_actor and type(state.actor) is not OnDevice:
-        raise RoleError(f"{call}: {role!r} is computed by the Actor, which is offloaded; write before it: state = reload_actor(state)")
+        raise RoleError(f"{call}: {name} is computed by the Actor, which is offloaded; write before it: state = reload_actor(state)")
 
 
 def _check(call: str, minibatch: object, objective: object) -> None:

@@ -65,7 +65,7 @@ def save(state: RuntimeState[Any, Any, Any, Any], folder: Path, run: object, kee
             shutil.rmtree(partial, ignore_errors=True)  # what stays, the next save removes
         raise
     if runtime.world.rank == 0:
-        folders.keep_newest(folder, keep)
+        folders.keep_newest(folder, keep, runtime.damaged)
     return path
 
 
@@ -187,7 +187,9 @@ def _newest_whole(runtime: Runtime, folder: Path) -> Path:
     found = _on_rank_0(runtime, f"{RESTORE}: {UNREAD}", lambda: _looked_through(folder))
     passed = list[str]()
     for path, problem in found:
-        problem = problem or _damage(runtime, path)
+        damage = _damage(runtime, path) if problem is None else None
+        (runtime.damaged.discard if damage is None else runtime.damaged.add)(path)
+        problem = problem or damage
         if problem is None:
             return path
         passed.append(f"{path} is not whole: {problem}")

@@ -5,7 +5,7 @@ from typing import Any
 
 from rft.effects.runtime import runtime_of
 from rft.errors import BadInput, RoleError
-from rft.state import Role, RuntimeState
+from rft.state import Role, RuntimeState, spelled
 from rft.trainers.protocol import Adapted
 
 
@@ -13,8 +13,8 @@ def export(state: RuntimeState[Any, Any, Any, Any], path: Path, role: Role | Non
     """Writes an ordinary Hugging Face folder; rank 0 writes. Raises `BadInput` where something else lies there already."""
     runtime = runtime_of(state)
     if role is not None and role not in runtime.beside.frozen:
-        there = ", ".join(map(repr, runtime.beside.frozen)) or "no other model"
-        raise RoleError(f"export(state, {str(path)!r}, role={role!r}): besides the Actor (no role) there is {there} to be exported")
+        there = ", ".join(map(spelled, runtime.beside.frozen)) or "no other model"
+        raise RoleError(f"export(state, {str(path)!r}, role={spelled(role)}): besides the Actor (no role) there is {there} to be exported")
     if path.is_file():
         raise BadInput(f"export(state, {str(path)!r}): there is a file of that name; name a folder")
     (runtime.trainer if role is None else runtime.beside.frozen[role]).export(path)

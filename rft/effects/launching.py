@@ -29,7 +29,6 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
 
     The engine comes first, so that its memory is measured alone; it sleeps before the trainer is built.
     """
-    _require_turns(spec)
     with contextlib.ExitStack() as stack:
         joined = dist.is_initialized()
         world = open_world(spec.tensor_parallel, timeout_s=spec.deadline_s)
@@ -88,15 +87,6 @@ def _require_alike(spec: LaunchSpec, lockstep: Lockstep) -> None:
                 raise BadInput(
                     f"LaunchSpec.{name} is {told[0].get(name)} on rank 0 and {theirs.get(name)} on rank {rank}; give every rank the same"
                 )
-
-
-def _require_turns(spec: LaunchSpec) -> None:
-    there = [name for name, wanted in spec.reward_models.items() if wanted.where == "device"]
-    if len(there) > spec.reward_models_on_device:
-        raise BadInput(
-            f"LaunchSpec.reward_models: {', '.join(there)} are to lie on the device, and only {spec.reward_models_on_device} may; leave "
-            "some on the host, or raise LaunchSpec.reward_models_on_device"
-        )
 
 
 def roles(runtime: Runtime) -> Roles:

@@ -6,7 +6,7 @@ from rft.effects.budget import needed_to_probe, require_room
 from rft.effects.runtime import Runtime, runtime_of
 from rft.engines.protocol import Keeping
 from rft.errors import RoleError
-from rft.state import Asleep, Awake, Fresh, Offloaded, OnDevice, Role, Roles, RuntimeState
+from rft.state import Asleep, Awake, Fresh, Offloaded, OnDevice, Role, Roles, RuntimeState, spelled
 
 
 def wake(state: RuntimeState[Any, Fresh, Any, Any]) -> Awake:
@@ -73,7 +73,7 @@ def reload(state: RuntimeState[Any, Any, Any, Any], role: Role) -> Roles:
     _require_at("reload", state, role, "host")
     runtime = runtime_of(state)
     _require_turn(runtime, state, role)
-    require_room(f"reload(state, {role!r})", state, {role: state.roles.of(role).bytes})
+    require_room(f"reload(state, {spelled(role)})", state, {role: state.roles.of(role).bytes})
     with runtime.ledger.irreversible("runtime"):
         runtime.movable[role].reload()
     return state.roles.moved(role, "device")
@@ -85,7 +85,7 @@ def _require_turn(runtime: Runtime, state: RuntimeState[Any, Any, Any, Any], rol
     most = runtime.spec.reward_models_on_device
     if role in runtime.beside.judges and len(there) >= most:
         raise RoleError(
-            f"reload(state, {role!r}): {', '.join(map(repr, there))} is on the device, and reward_models_on_device={most}; "
+            f"reload(state, {spelled(role)}): {', '.join(map(spelled, there))} is on the device, and reward_models_on_device={most}; "
             "offload it first (`use` does), or raise LaunchSpec.reward_models_on_device"
         )
 
@@ -95,7 +95,7 @@ def _require_at(call: str, state: RuntimeState[Any, Any, Any, Any], role: Role, 
         raise RoleError(f"{call}(state, 'actor'): the Actor is no role but an axis; write instead: state = {call}_actor(state)")
     placement = state.roles.of(role)
     if role in runtime_of(state).beside.by_actor and not placement.bytes:
-        raise RoleError(f"{call}(state, {role!r}): it is computed by the Actor and has no memory of its own; move the Actor instead")
+        raise RoleError(f"{call}(state, {spelled(role)}): it is computed by the Actor and has no memory of its own; move the Actor instead")
     if placement.where != where:
         other = "reload" if call == "offload" else "offload"
-        raise RoleError(f"{call}(state, {role!r}): it is on the {placement.where} already; leave it out, or {other} it first")
+        raise RoleError(f"{call}(state, {spelled(role)}): it is on the {placement.where} already; leave it out, or {other} it first")

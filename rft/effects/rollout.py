@@ -23,8 +23,9 @@ def generate(state: RuntimeState[Any, Any, Any, Any], prompts: Prompts, sampling
     runtime = runtime_of(state)
     version = state.weights.version
     assert version is not None, "an engine that is awake holds weights of some version"
-    own = _requests(runtime.spec.seed, prompts, sampling, draw)
     with runtime.lockstep.agreement():
+        _require_kinds(prompts, sampling, draw)
+        own = _requests(runtime.spec.seed, prompts, sampling, draw)
         _check(runtime, own, sampling)
     shared = Shared(runtime.world, [own[i : i + sampling.samples] for i in range(0, len(own), sampling.samples)], sampling.max_new_tokens)
     with runtime.engine_effect():
@@ -38,14 +39,27 @@ def generate(state: RuntimeState[Any, Any, Any, Any], prompts: Prompts, sampling
 
 def check_lag(state: RuntimeState[Any, Any, Any, Any], max_lag: int) -> None:
     """Raises `TooStale` where the engine's weights are more than `max_lag` versions behind the Actor's."""
-    if max_lag < 0:
-        raise BadInput(f"generate_stale(state, …): max_lag must be at least 0, got {max_lag}")
-    held = state.weights.version
-    if held is None or state.version - held > max_lag:
-        raise TooStale(
-            f"generate_stale(state, …, max_lag={max_lag}): the engine holds version {held}, and the Actor is at {state.version}; "
-            "write instead: state = broadcast(state), or allow a larger max_lag"
-        )
+    held: Any = state.weights.version
+    with runtime_of(state).lockstep.agreement():
+        if type(max_lag) is not int or max_lag < 0:
+            raise BadInput(f"generate_stale(state, …): max_lag must be at least 0, got {max_lag!r}")
+        if held is None or state.version - held > max_lag:
+            raise TooStale(
+                f"generate_stale(state, …, max_lag={max_lag}): the engine holds version {held}, and the Actor is at {state.version}; "
+                "write instead: state = broadcast(state), or allow a larger max_lag"
+            )
+
+
+def _require_kinds(prompts: object, sampling: object, draw: object) -> None:
+    """Raises `BadInput` for what is none of what `generate` takes."""
+    if not isinstance(prompts, Prompts):
+        way = "rft.data.prompts makes them (tokenise, then next_prompts)"
+        raise BadInput(f"generate(state, prompts, sampling): prompts must be Prompts, got {type(prompts).__name__}; {way}")
+    if not isinstance(sampling, Sampling):
+        what = f"{type(sampling).__name__} {sampling!r}"
+        raise BadInput(f"generate(state, prompts, sampling): sampling must be a Sampling, got {what}; write Sampling(temperature=…)")
+    if type(draw) is not int:
+        raise BadInput(f"generate(state, prompts, sampling, draw=…): draw must be an int, got {draw!r}")
 
 
 def _requests(run: int, prompts: Prompts, sampling: Sampling, draw: int) -> list[Request]:

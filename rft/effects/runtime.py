@@ -5,6 +5,7 @@ import dataclasses as dc
 import secrets
 import sys
 from collections.abc import Generator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rft.effects.watch import Watch
@@ -14,9 +15,9 @@ from rft.models import ModelFolder
 from rft.parallel.lockstep import Lockstep
 from rft.parallel.world import World
 from rft.spec import LaunchSpec
-from rft.state import ACTOR_OPTIMIZER, CRITIC, CRITIC_OPTIMIZER, Devices, Role, RuntimeState
+from rft.state import ACTOR_OPTIMIZER, CRITIC, CRITIC_OPTIMIZER, EMA, Devices, Role, RuntimeState
 from rft.telemetry.trace import Trace
-from rft.trainers.protocol import Critic, Frozen, Judge, Movable, Part, Trainer
+from rft.trainers.protocol import Adapted, Critic, Frozen, Judge, Movable, Part, Trainer
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -60,11 +61,14 @@ class Runtime(Devices):
         self.ledger = Ledger()
         self.cannot = _cannot(engine, trainer)
         self.spec, self.model, self.world, self.trainer, self.lockstep, self.beside = spec, model, world, trainer, lockstep, beside
+        self.lacking = _lacking(trainer, beside)
         self.movable = _movable(trainer, beside)
         self._engine = engine
         self.trace = Trace()
         self.watch = Watch(spec.probe_every, model)
         self.name, self.generated = secrets.token_hex(3), 0
+        self.damaged = set[Path]()
+        """Checkpoints whose content a restore found to be another than was written."""
         self.of_engine, self.sampled_after = "launch", "launch"
         """The engine's last transition, and its last one before the last rollouts."""
 
@@ -79,12 +83,12 @@ class Runtime(Devices):
         """Whether this launch has a rollout engine."""
         return self._engine is not None
 
-    def enter(self, step: str, generation: int) -> None:
+    def enter(self, step: str, chosen: str, generation: int) -> None:
         self.of_engine = step if step in OF_ENGINE else self.of_engine
         self.trace.begin(step)
         self._handled = sys.exception()
         try:
-            self.lockstep.meet(step, generation)
+            self.lockstep.meet(step + chosen, generation)
         except BaseException:
             self.trace.end(step)
             raise
@@ -131,6 +135,19 @@ def _movable(trainer: Trainer, beside: Beside) -> dict[Role, Movable]:
     if beside.critic is not None:
         found |= {CRITIC: _Part(beside.critic, "model"), CRITIC_OPTIMIZER: _Part(beside.critic, "optimizer")}
     return found
+
+
+def _lacking(trainer: Trainer, beside: Beside) -> frozenset[str]:
+    """Steps whose model was not asked for at launch."""
+    there = {
+        "reference_logprobs": bool(beside.frozen),
+        "update_ema": EMA in beside.frozen,
+        "values": beside.critic is not None,
+        "train_critic": beside.critic is not None,
+        "model_rewards": bool(beside.judges),
+        "export_adapter": isinstance(trainer, Adapted),
+    }
+    return frozenset(step for step, has in there.items() if not has)
 
 
 def _cannot(engine: Engine | None, trainer: Trainer) -> dict[str, str]:

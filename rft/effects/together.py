@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,10 +19,27 @@ T = TypeVar("T")
 
 def average(state: RuntimeState[Any, Any, Any, Any], values: Mapping[str, Iterable[float]]) -> dict[str, float]:
     """Mean of each column over the entries of all ranks; NaN for a column that is empty everywhere."""
-    own = {name: (math.fsum(column), len(column)) for name, column in ((name, list(map(float, v))) for name, v in values.items())}
-    everywhere = runtime_of(state).lockstep.gather(own)
+    lockstep = runtime_of(state).lockstep
+    with lockstep.agreement():
+        own = _sums(values)
+    everywhere = lockstep.gather(own)
+    for rank, part in enumerate(everywhere):
+        if part.keys() != own.keys():
+            both = f"{', '.join(map(repr, own)) or 'none'}, and rank {rank} {', '.join(map(repr, part)) or 'none'}"
+            raise BadInput(f"average(state, values): this rank brings the columns {both}; bring the same ones, [] where there is nothing")
     sums = {name: (sum(part[name][0] for part in everywhere), sum(part[name][1] for part in everywhere)) for name in own}
     return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
+
+
+def _sums(values: object) -> dict[str, tuple[float, int]]:
+    """Of each column its sum and its number of entries. Raises `BadInput` for what is no mapping of columns of numbers."""
+    if not isinstance(values, Mapping):
+        raise BadInput(f"average(state, values): values must map names to columns of numbers, got {type(values).__name__}")
+    try:
+        columns = {name: [float(entry) for entry in column] for name, column in cast(Mapping[str, Any], values).items()}
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"average(state, values): a column must be numbers, such as rewards.values.tolist(): {error}") from error
+    return {name: (math.fsum(column), len(column)) for name, column in columns.items()}
 
 
 def all_rows(state: RuntimeState[Any, Any, Any, Any], rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

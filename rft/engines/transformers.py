@@ -11,9 +11,9 @@ from rft.engines.delivery import Names, delivery, named
 from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
 from rft.engines.stopping import StopStrings
-from rft.errors import BadInput, EngineFailed, MissingEngine
+from rft.errors import EngineFailed, MissingEngine
 from rft.experience import Sampling
-from rft.models import ModelFolder, attention_of, auto_class
+from rft.models import ModelFolder, attention_of, auto_class, reading_weights
 from rft.ops.transfer import standing, transfer
 from rft.parallel.world import World
 from rft.seeing import eyes
@@ -21,26 +21,18 @@ from rft.spec import TransformersEngine
 
 
 def build(spec: TransformersEngine, model: ModelFolder, world: World) -> "Transformers":
-    """The engine on this rank's device, awake, with the folder's weights. Raises `BadInput` for TP above 1."""
+    """The engine on this rank's device, awake, with the folder's weights. Raises `BadInput` for TP above 1, and for broken files."""
     module = module_of(spec, model, world).to(world.device)
     return Transformers(module, model, max_model_len=spec.max_model_len, max_rows=spec.max_rows)
 
 
 def module_of(spec: TransformersEngine, model: ModelFolder, world: World) -> Any:
     """The model on the host, with the folder's weights. Raises as `build` does."""
-    if world.tp_size > 1:
-        raise BadInput(
-            f"the transformers engine holds the whole model on every rank, so tensor_parallel={world.tp_size} cannot work: "
-            "set tensor_parallel=1, or use VLLMEngine"
-        )
-    longest = int(getattr(model.config.get_text_config(), "max_position_embeddings", spec.max_model_len))
-    if spec.max_model_len > longest:
-        raise BadInput(
-            f"max_model_len={spec.max_model_len} is more than the model's {longest}; set TransformersEngine(max_model_len={longest})"
-        )
+    spec.check(model.config.get_text_config(), world.tp_size)
     options: dict[str, Any] = {"dtype": getattr(torch, spec.dtype), "attn_implementation": attention_of(model.config)}
     try:
-        return auto_class(model.kind).from_pretrained(model.path, **options)
+        with reading_weights(model.path):
+            return auto_class(model.kind).from_pretrained(model.path, **options)
     except ImportError as error:
         raise MissingEngine("the transformers engine needs transformers: pip install 'transformers>=5.17'") from error
 

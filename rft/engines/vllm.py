@@ -23,7 +23,7 @@ from rft.engines.requests import check_requests, check_sequences, end_tokens
 from rft.engines.vllm_host import no_shared_memory, plain_layouts, threads_kept, world_kept
 from rft.engines.vllm_memory import CudaMemory, HostMemory, require_a_first
 from rft.engines.vllm_sync import choose_sync
-from rft.errors import BadInput, EngineFailed, MissingEngine
+from rft.errors import EngineFailed, MissingEngine
 from rft.experience import Sampling
 from rft.models import ModelFolder
 from rft.parallel.world import World
@@ -59,9 +59,7 @@ class Started:
 
 def start(spec: VLLMEngine, model: ModelFolder, world: World, more: Mapping[str, Any] = MappingProxyType({})) -> Started:
     """Starts vLLM, with `more` options. Raises as `build` does."""
-    heads = int(model.config.get_text_config().num_attention_heads)
-    if heads % world.tp_size:
-        raise BadInput(f"tensor_parallel={world.tp_size} does not divide the model's {heads} attention heads")
+    spec.check(model.config.get_text_config(), world.tp_size)
     cpu = world.device.type == "cpu"
     with _quiet():
         llm_class = _import()

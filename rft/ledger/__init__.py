@@ -15,7 +15,7 @@ A decorator reads the annotations that the type checker reads, and holds them at
 2. nothing is poisoned, closed, or under way                             else `RuntimePoisoned`, `EnginePoisoned`, …
 3. the backends can take the step at all                                 else `IllegalStep`, with their reason
 4. the axes are what the step's annotation says                          else `IllegalStep`, with the line to write instead
-5. every rank is at this same step                                       else `RanksDiverged`
+5. every rank is at this same step, of the same role                     else `RanksDiverged`
 
 Only then is the step's body run. What the body does before its first irreversible write may fail freely: the state lives on. From
 there on, effects run inside `Ledger.irreversible`, which poisons the engine or the whole runtime.
@@ -24,7 +24,7 @@ there on, effects run inside `Ledger.irreversible`, which poisons the engine or 
 import contextlib
 import functools
 import typing
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from rft.errors import BrokenInvariant
@@ -87,7 +87,7 @@ def observation(step: F) -> F:
 
     @functools.wraps(step)
     def run(state: AnyState, /, *args: Any, **kwargs: Any) -> Any:
-        with _taken(edge, state):
+        with _taken(edge, state, args, kwargs):
             return step(state, *args, **kwargs)
 
     return typing.cast(F, run)
@@ -119,7 +119,7 @@ def _consuming(step: F, kind: Kind) -> F:
     def run(state: AnyState, /, *args: Any, **kwargs: Any) -> Any:
         if kind == "recovery" and type(state) is RuntimeState:
             state = state.devices.ledger.last_held(state)
-        with _taken(edge, state):
+        with _taken(edge, state, args, kwargs):
             result = step(state, *args, **kwargs)
         follower = result[0] if type(result) is tuple else result
         _check_follower(edge, state, follower)
@@ -133,8 +133,8 @@ def _consuming(step: F, kind: Kind) -> F:
 
 
 @contextlib.contextmanager
-def _taken(edge: Edge, state: AnyState) -> Generator[None]:
-    devices = admit(edge, state)
+def _taken(edge: Edge, state: AnyState, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Generator[None]:
+    devices = admit(edge, state, edge.chosen(args, kwargs))
     devices.ledger.begin(edge.name)
     try:
         yield

@@ -5,8 +5,8 @@ from rft.ledger.table import TABLE, AnyState, Edge, Kind, describe, joint_of, na
 from rft.state import AXES, Devices, RuntimeState
 
 
-def admit(edge: Edge, state: AnyState) -> Devices:
-    """Everything that must hold before the body runs; the module's head has the order."""
+def admit(edge: Edge, state: AnyState, chosen: str) -> Devices:
+    """Everything that must hold before the body runs, for a call that made these choices; the module's head has the order."""
     if type(state) is not RuntimeState:
         raise IllegalStep(f"{edge.name}(state) needs a RuntimeState, got {type(state).__name__}")
     devices, (engine, weights, actor, old) = state.devices, edge.before
@@ -15,15 +15,15 @@ def admit(edge: Edge, state: AnyState) -> Devices:
         raise IllegalStep(f"{edge.name}(state): {devices.cannot[edge.name]}\n{_legal_now(state)}")
     if not (type(state.engine) in engine and type(state.weights) in weights and type(state.actor) in actor and type(state.old) in old):
         raise IllegalStep(_refusal(edge, state))
-    devices.enter(edge.name, devices.ledger.generation)
+    devices.enter(edge.name, chosen, devices.ledger.generation)
     return devices
 
 
 def legal(state: AnyState) -> tuple[str, ...]:
     """Names of the steps that `state` may take next: `restore` alone for one that is used up, or where the runtime is poisoned.
 
-    With a poisoned engine `recover` leads on, too; for a copy, or after `launch`, nothing does. It reads the axes, and what this
-    runtime's backends can do; roles, batches and memory are checked by the steps themselves.
+    With a poisoned engine `recover` leads on, too; for a copy, or after `launch`, nothing does. It reads the axes, what this runtime's
+    backends can do, and which models it has; where these lie, batches and memory are checked by the steps themselves.
     """
     ledger = state.devices.ledger
     if not ledger.lived(state):
@@ -33,8 +33,28 @@ def legal(state: AnyState) -> tuple[str, ...]:
         kinds = ("restoration",)
     elif ledger.fault() == "engine":
         kinds = ("recovery", "restoration")
-    joint, cannot = joint_of(state), state.devices.cannot
-    return tuple(e.name for e in TABLE.values() if e.kind in kinds and e.allows(joint) and e.name not in cannot)
+    joint, never = joint_of(state), {*state.devices.cannot, *state.devices.lacking}
+    return tuple(e.name for e in TABLE.values() if e.kind in kinds and e.allows(joint) and e.name not in never)
+
+
+def living(state: AnyState, /) -> RuntimeState:
+    """The newest state of the runtime of `state`, which may be any that lived: for where the one that was returned last is lost.
+
+    A composition such as `use` or `update` uses up the state that it is given, and one that fails half-way returns nothing. Go on from
+    what it had reached:
+
+        except rft.NonFiniteGradient:
+            reached = rft.living(state)
+            if not rft.is_at(reached, Asleep, Stale, OnDevice, OldLogProbs):
+                raise
+            state = rft.finish_batch(reached)
+
+    No step, and not collective: it looks at this rank alone. What is poisoned stays so, and the next step says what leads on. Raises
+    `ConsumedState` for a state that never lived, such as a copy, and `RuntimeClosed` once `launch` has been left.
+    """
+    if type(state) is not RuntimeState:
+        raise IllegalStep(f"living(state) needs a RuntimeState, got {type(state).__name__}")
+    return state.devices.ledger.newest(state)
 
 
 def _refusal(edge: Edge, state: AnyState) -> str:

@@ -4,11 +4,11 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rft.ledger.table import TABLE, Edge, Kind
-from rft.state import AXES, RuntimeState
+from rft.ledger.table import TABLE, Choice, Edge, Kind
+from rft.state import AXES, Role, RuntimeState
 
 
 def collect(step: Callable[..., Any], kind: Kind) -> Edge:
@@ -31,6 +31,7 @@ def collect(step: Callable[..., Any], kind: Kind) -> Edge:
         after=(None,) * len(AXES) if kind == "observation" else tuple(map(_becomes, before, after)),
         call=f"{step.__name__}({', '.join(_written(p) for p in parameters if p.default is p.empty)})",
         more=_more(kind, result),
+        choices=_choices(parameters[1:], hints),
     )
     TABLE[edge.module, edge.name] = edge
     return edge
@@ -73,6 +74,16 @@ def _more(kind: Kind, result: Any) -> str:
         return ""
     second = typing.get_args(result)[1]
     return second.__name__.lower() if isinstance(second, TypeVar) else "metrics"
+
+
+def _choices(parameters: Sequence[inspect.Parameter], hints: Mapping[str, Any]) -> tuple[Choice, ...]:
+    """Of the parameters after the state: those that are a `Role`, or a `Literal`."""
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(
+        Choice(name=p.name, place=place if p.kind in by_place else None, default=None if p.default is p.empty else p.default)
+        for place, p in enumerate(parameters)
+        if (hint := hints[p.name]) is Role or Role in typing.get_args(hint) or typing.get_origin(hint) is typing.Literal
+    )
 
 
 def _written(parameter: inspect.Parameter) -> str:

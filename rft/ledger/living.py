@@ -9,39 +9,40 @@ from rft.errors import ConsumedState, EngineFailed, EnginePoisoned, IllegalStep,
 from rft.ledger.table import AnyState, Edge, describe, joint_of
 
 Faulty = Literal["engine", "runtime"]
+_NEVER_LIVED = "a copy, a pickle, a `replace`, a mapped tree or a state built by hand never lives"
 _ANEW = "write: state, run = restore(state, folder, run), from the last checkpoint; or leave `launch` and start anew"
 
 
 class Ledger:
-    """The one mutable cell: which state object lives, weakly, and what is poisoned. Owned by the devices.
+    """The one mutable cell: which state object lives, and what is poisoned. Owned by the devices.
 
-    While the engine is poisoned the living state is held strongly: a composition such as `wake(broadcast(state))` that fails in its
-    second step drops what the first returned, and only an older state is left to be given to `recover`.
+    The living state is held, and those before it are only known: a composition such as `wake(broadcast(state))` that fails in its
+    second step drops what the first returned, and its caller is left with an older one. Until `launch` is left, devices, ledger and
+    state refer to each other in a circle, which `close` opens.
     """
 
     def __init__(self) -> None:
-        self._living: weakref.ref[AnyState] | None = None
+        self._living: AnyState | None = None
         self._lived = weakref.WeakSet[AnyState]()
-        self._held: AnyState | None = None
         self._fault: tuple[Faulty, str] | None = None
         self._closed = False
         self._under_way: str | None = None
         self.generation = -1
-        """Of the newest state there has been, whether anybody still holds it or not."""
+        """Of the newest state there has been."""
 
     def living(self) -> AnyState | None:
-        """The living state, if anybody still holds it."""
-        return None if self._living is None else self._living()
+        """The living state; None before the first one, and once `launch` has been left."""
+        return self._living
 
     def advance(self, state: AnyState) -> None:
         """From now on `state`, this very object, is the living one."""
-        self._living = weakref.ref(state)
+        self._living = state
         self._lived.add(state)
         self.generation = state.generation
 
     def close(self) -> None:
         """Leaves no living state behind."""
-        self._living, self._held, self._closed = None, None, True
+        self._living, self._closed = None, True
 
     def fault(self) -> Faulty | None:
         """What is poisoned."""
@@ -53,12 +54,20 @@ class Ledger:
 
     def heal(self) -> None:
         """What was poisoned has been brought to rest, or been made anew."""
-        self._fault = self._held = None
+        self._fault = None
 
     def last_held(self, state: AnyState) -> AnyState:
         """The living state, while the engine is poisoned, for one that led to it and has the same Actor and old axes; else `state`."""
-        living = self._held
+        living = self._living if self.fault() == "engine" else None
         return state if living is None or state not in self._lived or joint_of(state)[2:] != joint_of(living)[2:] else living
+
+    def newest(self, state: AnyState) -> AnyState:
+        """The living state, for any that ever lived here. Raises `ConsumedState` for another one, `RuntimeClosed`."""
+        if self._closed:
+            raise RuntimeClosed("living(state): `launch` was left, and its devices have been given back; launch anew")
+        if self._living is None or state not in self._lived:
+            raise ConsumedState(f"living(state): this object is {describe(state)}, and {_NEVER_LIVED}")
+        return self._living
 
     def admit(self, edge: Edge, state: AnyState) -> None:
         """Raises unless `state` lives and nothing stands in the way of a step; see the module's head."""
@@ -93,7 +102,6 @@ class Ledger:
             raise
         except BaseException as error:
             self._fault = (part, f"{type(error).__name__}: {error}")
-            self._held = self.living() if part == "engine" else None
             if not isinstance(error, Exception):
                 raise
             if part == "engine":
@@ -111,10 +119,9 @@ class Ledger:
             )
 
     def _consumed(self, edge: Edge, state: AnyState) -> str:
-        living = self.living()
-        now = "nobody holds the living state any more" if living is None else f"the living one is {describe(living)}"
+        now = "none has lived yet" if self._living is None else f"the living one is {describe(self._living)}"
         return (
             f"{edge.name}(state): this object is {describe(state)}, but {now}.\n"
-            "  A state is used up by the step that it is given to; and a copy, a pickle, a `replace`, a mapped tree or a state built "
-            f"by hand never lives.\n  write instead: state = step(state), and always pass the newest"
+            f"  A state is used up by the step that it is given to; and {_NEVER_LIVED}.\n"
+            "  write instead: state = step(state), and always pass the newest; where a failure left you without it: living(state)"
         )

@@ -3,15 +3,31 @@
 import collections
 import dataclasses as dc
 import typing
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any, Literal
 
-from rft.state import RuntimeState
+from rft.state import RuntimeState, spelled
 
 Kind = Literal["beginning", "transition", "recovery", "restoration", "observation"]
 Joint = tuple[type, type, type, type]
 """The four axes of a state, as types."""
 AnyState = RuntimeState[Any, Any, Any, Any]
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A parameter that makes two calls of a step different ones, a role or one of a few words: all ranks give it alike."""
+
+    name: str
+    place: int | None
+    """Among the arguments after the state; None: it is given by name."""
+    default: object
+    """None where the call must give it."""
+
+    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """What a call chose: ` of role REFERENCE`; nothing where it left the choice open."""
+        given = args[self.place] if self.place is not None and self.place < len(args) else kwargs.get(self.name, self.default)
+        return "" if given is None else f" of {self.name} {spelled(given)}"
 
 
 @dc.dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,6 +45,8 @@ class Edge:
     """How it is written."""
     more: str
     """What it returns beside the state, or instead of it."""
+    choices: tuple[Choice, ...]
+    """Parameters that tell its calls apart."""
 
     def allows(self, joint: Joint) -> bool:
         """Whether a state of these axes may take the step."""
@@ -38,6 +56,10 @@ class Edge:
         """The axes after the step."""
         axes = (then or axis for axis, then in zip(joint, self.after, strict=True))
         return typing.cast(Joint, tuple(axes))
+
+    def chosen(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """What tells this call from others of the same step: ` of role REFERENCE`, or nothing."""
+        return "".join([choice.of(args, kwargs) for choice in self.choices]) if self.choices else ""
 
 
 TABLE: dict[tuple[str, str], Edge] = {}

@@ -51,8 +51,13 @@ class EngineHolds:
 def engine_holds(spec: EngineSpec, of: Blueprint, tensor_parallel: int, *, rows: int, longest_prompt: int, longest: int) -> EngineHolds:
     """`rows` responses to prompts of at most `longest_prompt` tokens, each at most `longest` with its prompt.
 
-    Raises `BadInput` for an engine that is none of ours.
+    Raises `BadInput` for an engine that is none of ours, and for what it would refuse: at launch, or rows that are too long for it.
     """
+    if isinstance(spec, VLLMEngine | TransformersEngine):
+        spec.check(of.config.get_text_config(), tensor_parallel)
+        if longest > spec.max_model_len:
+            both = f"longest_prompt and longest_response are {longest} tokens together"
+            raise BadInput(f"{both}, more than the engine's max_model_len={spec.max_model_len}")
     if isinstance(spec, VLLMEngine):
         return _vllm(spec, of, tensor_parallel)
     if isinstance(spec, SGLangEngine):

@@ -57,6 +57,9 @@ class Setting:
             raise BadInput(f"device_gib and host_gib must be above 0, got {self.device_gib} and {self.host_gib}")
         if self.world_size % self.launch.tensor_parallel:
             raise BadInput(f"tensor_parallel={self.launch.tensor_parallel} does not divide world_size={self.world_size}")
+        if self.ranks_per_host is not None and self.ranks_per_host % self.launch.tensor_parallel:
+            both = f"tensor_parallel={self.launch.tensor_parallel} does not divide ranks_per_host={self.ranks_per_host}"
+            raise BadInput(f"{both}: a TP group lies on one host")
         if self.prompts * self.samples < self.minibatches:
             raise BadInput(f"{self.prompts} prompts of {self.samples} samples cannot be cut into {self.minibatches} minibatches")
 

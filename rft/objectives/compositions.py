@@ -24,6 +24,7 @@ from rft.ops.corrections import Correction
 from rft.ops.kl import importance_weighted, k1, k3
 from rft.ops.masked import masked_mean
 from rft.ops.metrics import Metric, explained_variance
+from rft.ops.parameters import known_keywords
 
 SurrogateFunction = Callable[[Tensor, Tensor, Tensor, Tensor], losses.Surrogate]
 """(new, old, advantages, mask), each `[batch, seq]` -> the loss of each token: a function of `ops.losses`, parameters bound."""
@@ -58,6 +59,7 @@ def combined(*parts: Objective) -> Objective:
     return tried(objective)
 
 
+@known_keywords
 def grpo(*, clip: float = 0.2, correction_cap: float | None = None) -> Objective:
     """The clipped surrogate over the tokens of the global batch: the shortest way to an objective.
 
@@ -73,6 +75,7 @@ def grpo(*, clip: float = 0.2, correction_cap: float | None = None) -> Objective
     return policy_loss(partial(losses.ppo_clip, low=clip, high=clip), correction=correction)
 
 
+@known_keywords
 def policy_loss(
     surrogate: SurrogateFunction,
     *,
@@ -128,6 +131,7 @@ def _seen(
     return {name: masked_mean(value, mask, totals.tokens) for name, value in means.items()}
 
 
+@known_keywords
 def reference_kl(
     coefficient: float, *, estimator: EstimatorFunction, aggregate: Aggregation = token_mean, off_policy: bool = False
 ) -> Objective:
@@ -165,6 +169,7 @@ def reference_kl(
     return tried(objective)
 
 
+@known_keywords
 def entropy_bonus(coefficient: float, *, aggregate: Aggregation = token_mean) -> Objective:
     """Rewards entropy, so that the policy does not collapse early.
 
@@ -188,6 +193,7 @@ def entropy_bonus(coefficient: float, *, aggregate: Aggregation = token_mean) ->
     return tried(objective)
 
 
+@known_keywords
 def imitation(coefficient: float) -> Objective:
     """The supervised auxiliary loss (PTX): imitates the demonstrations among the rows, in the same optimizer step.
 
@@ -226,6 +232,7 @@ def supervised() -> Objective:
     return objective
 
 
+@known_keywords
 def critic_loss(*, clip: float | None = None, aggregate: Aggregation = token_mean) -> ValueObjective:
     """The Critic's objective: squared error of its values against the returns, aggregated; for `train_critic`.
 

@@ -1,8 +1,32 @@
 """Refusals of parameters that cannot work, in one wording."""
 
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 from torch import Tensor
 
 from rft.errors import BadInput
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def known_keywords(factory: Callable[P, R]) -> Callable[P, R]:
+    """Makes a keyword that `factory` does not take a `BadInput`, which says the nearest one that it does."""
+    known = list(inspect.signature(factory).parameters)
+
+    @functools.wraps(factory)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+                raise BadInput(f"{factory.__name__} takes no {name!r}; did you mean {near!r}? It takes {', '.join(known)}")
+        return factory(*args, **kwargs)
+
+    return run
 
 
 def require_positive(where: str, /, **values: float) -> None:

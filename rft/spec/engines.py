@@ -1,7 +1,7 @@
 """Rollout engines, as `LaunchSpec` is given them."""
 
 import dataclasses as dc
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from rft.engines.protocol import AdapterEngine, Engine
 from rft.errors import BadInput
@@ -40,8 +40,21 @@ class TransformersEngine:
         check_fields(self)
         at_least_one(self, "max_model_len", "max_rows")
 
+    def check(self, config: Any, tensor_parallel: int) -> None:
+        """Raises `BadInput` for TP, as this engine holds the whole model on every rank, and for rows longer than the model's."""
+        if tensor_parallel > 1:
+            raise BadInput(
+                f"the transformers engine holds the whole model on every rank, so tensor_parallel={tensor_parallel} cannot work: "
+                "set tensor_parallel=1, or use VLLMEngine"
+            )
+        longest = int(getattr(config, "max_position_embeddings", self.max_model_len))
+        if self.max_model_len > longest:
+            raise BadInput(
+                f"max_model_len={self.max_model_len} is more than the model's {longest}; set TransformersEngine(max_model_len={longest})"
+            )
+
     def build(self, model: ModelFolder, world: World) -> Engine:
-        """Builds it. TP is refused: this engine holds the whole model on every rank."""
+        """Builds it. Raises as `check` does."""
         from rft.engines.transformers import build
 
         return build(self, model, world)
@@ -72,8 +85,14 @@ class VLLMEngine:
         check_fields(self)
         at_least_one(self, "max_model_len", "max_rows", "cache_bytes")
 
+    def check(self, config: Any, tensor_parallel: int) -> None:
+        """Raises `BadInput` where TP does not divide the model's heads."""
+        heads = int(config.num_attention_heads)
+        if heads % tensor_parallel:
+            raise BadInput(f"tensor_parallel={tensor_parallel} does not divide the model's {heads} attention heads")
+
     def build(self, model: ModelFolder, world: World) -> Engine:
-        """Builds it. Raises `MissingEngine` with the line that installs vLLM."""
+        """Builds it. Raises `MissingEngine` with the line that installs vLLM, and as `check` does."""
         from rft.engines.vllm import build
 
         return build(self, model, world)

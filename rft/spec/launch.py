@@ -50,6 +50,7 @@ class LaunchSpec:
             if part is not None and (not hasattr(part, "build") or isinstance(part, type)):
                 raise BadInput(f"LaunchSpec.{name} must be a specification such as TransformersEngine(), got {part!r}")
         self._check_lora()
+        self._check_turns()
         if self.deadline_s <= 0 or self.probe_every < 0 or (self.device_bytes is not None and self.device_bytes < 1):
             raise BadInput("deadline_s must be above 0, probe_every at least 0, device_bytes at least 1 or None")
 
@@ -61,6 +62,15 @@ class LaunchSpec:
             raise BadInput(f"{type(self.engine).__name__} cannot load an adapter alone; write LoRA(sync='merged')")
         if self.tensor_parallel > 1:
             raise BadInput(f"LoRA(sync='adapter') needs tensor_parallel=1, got {self.tensor_parallel}; write LoRA(sync='merged')")
+
+    def _check_turns(self) -> None:
+        """Only so many reward models lie on the device."""
+        there, most = [name for name, wanted in self.reward_models.items() if wanted.where == "device"], self.reward_models_on_device
+        if len(there) > most:
+            raise BadInput(
+                f"LaunchSpec.reward_models: {', '.join(there)} are to lie on the device, and only {most} may; leave some on the host, or "
+                "raise LaunchSpec.reward_models_on_device"
+            )
 
     @property
     def adapter_alone(self) -> LoRA | None:

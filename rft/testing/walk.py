@@ -44,6 +44,7 @@ from rft.engines.scripted import scripted_logprob
 from rft.errors import ConsumedState, EngineFailed, EnginePoisoned, IllegalStep, RftError, RuntimeClosed, RuntimePoisoned
 from rft.experience import Rollouts
 from rft.ledger import joint_of, legal
+from rft.ledger.admission import living
 from rft.ledger.table import route
 from rft.state import AXES, EMA, Awake, BatchId, NoOld, OldLogProbs, OnDevice, RuntimeState
 from rft.steps import broadcast, generate, wake
@@ -175,11 +176,12 @@ class RuntimeWalk(RuleBasedStateMachine):
     @precondition(lambda self: bool(self._states))
     @invariant()
     def only_the_newest_lives(self) -> None:
-        """And it may take exactly the steps that `legal` names."""
-        assert self._living.devices.ledger.living() is self._living
+        """And it may take exactly the steps that `legal` names; whoever has one of this launch can have it."""
         for state in (self._living, self._states[0][0]):
+            assert state.devices is not self._living.devices or living(state) is self._living
             named = set(legal(state)) & {call.edge.name for call in self.calls}
-            assert named == {call.edge.name for call in self.calls if not self._refusals(state, call, None)}
+            allowed = {call.edge.name for call in self.calls if not self._refusals(state, call, None)}
+            assert named == allowed - state.devices.lacking
 
     @precondition(lambda self: bool(self._states) and self._poison is None)
     @invariant()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rft.errors import BadInput
-from rft.models import Kind, ModelFolder, attention_of, auto_class, stored_names
+from rft.models import Kind, ModelFolder, attention_of, auto_class, reading_weights, stored_names
 from rft.parallel.world import World
 
 _names: "weakref.WeakKeyDictionary[Any, dict[str, str]]" = weakref.WeakKeyDictionary()
@@ -30,14 +30,9 @@ def load(folder: ModelFolder, *, checkpointing: bool, kind: Kind | None = None) 
     Raises `BadInput` where weights are missing or of another shape (they would be random), and for models whose checkpoints have
     their tensors in another form than the model does.
     """
-    from safetensors import SafetensorError
-
     options: dict[str, Any] = {**_options(folder), "output_loading_info": True, "ignore_mismatched_sizes": True}
-    try:
-        with _without_progress_bars():
-            model, report = auto_class(kind or folder.kind).from_pretrained(folder.path, **options)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise BadInput(f"the weights in {folder.path} cannot be loaded: {error}") from error
+    with reading_weights(folder.path), _without_progress_bars():
+        model, report = auto_class(kind or folder.kind).from_pretrained(folder.path, **options)
     lost = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
     if lost:
         raise BadInput(f"{folder.path} lacks weights, or has them in another shape: {', '.join(lost[:5])} ({len(lost)} in all)")

@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.rollout FOLDER-TO-MAKE [SIZE [PROMPTS [SAMPLES [NEW-TOKENS]]]]
 
-The bare engine is vLLM's own `LLM.generate`, as a user calls it: one request a prompt with `n` samples, without seeds. Beside it stand
-what makes the difference: log-probs, and a seed for each response. Appends medians of five rounds to results/rollout.jsonl.
+The bare engine is vLLM's own `LLM.generate`: one request a prompt with `n` samples, without seeds, and without text, which a model of
+random weights has none of. Beside it stand what makes the difference: log-probs, their form, and a seed for each response. Appends
+medians of five rounds to results/rollout.jsonl.
 """
 
 import statistics
@@ -43,9 +44,10 @@ def main(folder: str, size: str = "0.5B", prompts: str = "32", samples: str = "8
         ids = [{"prompt_token_ids": row[mask].tolist()} for row, mask in zip(given.tokens, given.mask, strict=True)]
         ways: dict[str, Callable[[int], int]] = {
             "rft": lambda number: int(rft.generate(state, given, sampling, draw=number).sampled.sum()),
-            "bare": lambda _: bare(llm, ids, sampling, logprobs=0),
+            "bare": lambda _: bare(llm, ids, sampling, logprobs=0, flat_logprobs=True),
+            "bare_dictionaries": lambda _: bare(llm, ids, sampling, logprobs=0),
             "bare_without_logprobs": lambda _: bare(llm, ids, sampling),
-            "bare_seeded": lambda number: bare(llm, ids, sampling, logprobs=0, seed=number),
+            "bare_seeded": lambda number: bare(llm, ids, sampling, logprobs=0, flat_logprobs=True, seed=number),
         }
         rates: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(ROUNDS + 1):
@@ -62,7 +64,8 @@ def bare(llm: Any, ids: list[dict[str, list[int]]], sampling: rft.Sampling, **op
     """Tokens that vLLM sampled."""
     from vllm import SamplingParams
 
-    parameters = SamplingParams(n=sampling.samples, max_tokens=sampling.max_new_tokens, stop_token_ids=[257], ignore_eos=True, **options)
+    length = sampling.max_new_tokens
+    parameters = SamplingParams(n=sampling.samples, max_tokens=length, stop_token_ids=[257], ignore_eos=True, detokenize=False, **options)
     return sum(len(each.token_ids) for output in llm.generate(ids, parameters, use_tqdm=False) for each in output.outputs)
 
 

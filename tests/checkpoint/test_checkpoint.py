@@ -233,6 +233,18 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(saved: State, tmp_path: Pa
         _ = restore(state, tmp_path, FRESH)
 
 
+def test_damaged_checkpoints_do_not_push_a_whole_one_out(saved: State, tmp_path: Path) -> None:
+    good = only(tmp_path)
+    for step in (98, 99):
+        spoil(save(saved, tmp_path, {**RUN, "step": step}, keep=3) / "run.json")
+    state, run = restore(saved, tmp_path, FRESH)
+    assert run["step"] == 3
+    newest = save(state, tmp_path, {**RUN, "step": 4}, keep=2)
+    assert good.is_dir()
+    spoil(newest / "run.json")
+    assert restore(state, tmp_path, FRESH)[1]["step"] == 3, "the newest is damaged, too, and the good one is still there"
+
+
 def test_a_checkpoint_that_lost_a_file_is_passed_over_and_said(saved: State, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     newest = save(saved, tmp_path, {**RUN, "step": 99})
     (newest / "run.json").unlink()

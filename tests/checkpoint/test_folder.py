@@ -43,6 +43,15 @@ def test_as_many_as_are_wanted_are_kept_and_nothing_else_is_touched(tmp_path: Pa
     assert names(tmp_path) == ["checkpoint-000003-version-2", "checkpoint-000004-version-3", "checkpoint-mine", "notes.old"]
 
 
+def test_what_is_known_to_be_damaged_does_not_count(tmp_path: Path) -> None:
+    for version in range(4):
+        _ = written(tmp_path, version)
+    folder.keep_newest(tmp_path, 2, {tmp_path / "checkpoint-000002-version-1", tmp_path / "checkpoint-000003-version-2"})
+    assert names(tmp_path) == [f"checkpoint-00000{n + 1}-version-{n}" for n in range(4)], "four, of which two are whole"
+    folder.keep_newest(tmp_path, 1, {tmp_path / "checkpoint-000002-version-1", tmp_path / "checkpoint-000003-version-2"})
+    assert names(tmp_path) == [f"checkpoint-00000{n + 1}-version-{n}" for n in (1, 2, 3)], "what is damaged stays, to be looked at"
+
+
 def test_what_an_interrupted_save_has_left_is_no_checkpoint_and_goes_with_the_next_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

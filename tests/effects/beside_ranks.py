@@ -95,12 +95,12 @@ def base() -> Any:
 def launches() -> Any:
     """What is refused before or while models are built."""
     judge = rft.RewardModel(model=str(MODELS / "kind"), where="device")
-    specs = {
-        "two on the device": specify(reward_models={"kind": judge, "brief": judge}),
-        "a place of its own": specify(reference=rft.Reference(shards=1, where="device"), lora=LoRA()),
-        "another model": specify(reference=rft.Reference(model=str(MODELS / "kind"))),
+    wanted: dict[str, dict[str, Any]] = {
+        "two on the device": {"reward_models": {"kind": judge, "brief": judge}},
+        "a place of its own": {"reference": rft.Reference(shards=1, where="device"), "lora": LoRA()},
+        "another model": {"reference": rft.Reference(model=str(MODELS / "kind"))},
     }
-    return {name: refusal(lambda spec=spec: rft.launch(spec).__enter__()) for name, spec in specs.items()}
+    return {name: refusal(lambda asked=asked: rft.launch(specify(**asked)).__enter__()) for name, asked in wanted.items()}
 
 
 def main() -> None:

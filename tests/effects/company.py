@@ -72,9 +72,9 @@ def test_log_probs_are_those_of_the_role(seen: list[dict[str, Any]], models: Pat
 def test_a_role_on_the_host_is_not_used(seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         assert rank["company"]["refused"] == [
-            "RoleError: update_ema(state): 'ema' is on the host; write instead: state = reload(state, Role('ema')), or `use`",
-            "RoleError: reference_logprobs(state, rollouts, role='reference'): 'reference' is on the host; write instead: state = "
-            "reload(state, Role('reference')), or `use`",
+            "RoleError: update_ema(state): EMA is on the host; write instead: state = reload(state, EMA), or `use`",
+            "RoleError: reference_logprobs(state, rollouts, role=REFERENCE): REFERENCE is on the host; write instead: state = "
+            "reload(state, REFERENCE), or `use`",
         ]
 
 
@@ -82,7 +82,7 @@ def test_reward_models_take_turns(seen: list[dict[str, Any]], models: Path) -> N
     rollouts = random_rollouts(*range(8))
     scores = plain_scores(models / "kind", [tokens[mask].tolist() for tokens, mask in zip(rollouts.tokens, rollouts.mask, strict=True)])
     for rank, result in enumerate(seen):
-        assert "'reward model kind' is on the device, and reward_models_on_device=1" in result["company"]["turn"]
+        assert "reward_model('kind') is on the device, and reward_models_on_device=1" in result["company"]["turn"]
         torch.testing.assert_close(result["company"]["kind"], scores[list(SHARES[2][rank])], atol=1e-5, rtol=0)
 
 
@@ -104,7 +104,7 @@ def test_the_reference_of_lora_is_the_base_and_takes_nothing(seen: list[dict[str
         moved, exported, away = result["base"]["refused"]
         assert "it is computed by the Actor and has no memory of its own; move the Actor instead" in moved
         assert "export the Actor" in exported
-        assert "'reference' is computed by the Actor, which is offloaded" in away
+        assert "REFERENCE is computed by the Actor, which is offloaded" in away
 
 
 @pytest.mark.parametrize(

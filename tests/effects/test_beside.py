@@ -25,21 +25,24 @@ def seen(models: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 @pytest.mark.parametrize(
     ("ask", "says"),
     [
-        (lambda state, rollouts: rft.reference_logprobs(state, rollouts), "'reference' is on the host; write instead: state = reload("),
-        (lambda state, rollouts: rft.reference_logprobs(state, rollouts, role=rft.EMA), "'ema' is on the host"),
+        (
+            lambda state, rollouts: rft.reference_logprobs(state, rollouts),
+            "REFERENCE is on the host; write instead: state = reload(state, R",
+        ),
+        (lambda state, rollouts: rft.reference_logprobs(state, rollouts, role=rft.EMA), "EMA is on the host"),
         (lambda state, rollouts: rft.reference_logprobs(state, rollouts, role=KIND), "only REFERENCE and EMA give log-probs"),
         (lambda state, rollouts: rft.reference_logprobs(state, rollouts, role=rft.Role("actor")), "only REFERENCE and EMA give log-probs"),
-        (lambda state, rollouts: rft.model_rewards(state, rollouts, KIND), "'reward model kind' is on the host"),
+        (lambda state, rollouts: rft.model_rewards(state, rollouts, KIND), "reward_model('kind') is on the host"),
         (lambda state, rollouts: rft.model_rewards(state, rollouts, rft.ACTOR_OPTIMIZER), "this role is no reward model"),
-        (lambda state, rollouts: rft.model_rewards(state, rollouts, rft.reward_model("none")), "there is no role 'reward model none'"),
-        (lambda state, rollouts: rft.values(state, rollouts), "'critic' is on the host"),
-        (lambda state, rollouts: rft.train_critic(state, scripted_minibatch(rollouts), critic_loss()), "'critic' is on the host"),
-        (lambda state, _: rft.update_ema(state), "'ema' is on the host"),
+        (lambda state, rollouts: rft.model_rewards(state, rollouts, rft.reward_model("none")), "there is no role reward_model('none')"),
+        (lambda state, rollouts: rft.values(state, rollouts), "CRITIC is on the host"),
+        (lambda state, rollouts: rft.train_critic(state, scripted_minibatch(rollouts), critic_loss()), "CRITIC is on the host"),
+        (lambda state, _: rft.update_ema(state), "EMA is on the host"),
         (lambda state, _: rft.offload(state, rft.REFERENCE), "it is on the host already; leave it out, or reload it first"),
         (lambda state, _: rft.reload(state, rft.ACTOR_OPTIMIZER), "it is on the device already"),
         (lambda state, _: rft.reload(state, rft.Role("actor")), "the Actor is no role but an axis"),
         (lambda state, _: rft.use(state, rft.Role("nobody"), lambda there: there), "there is no role 'nobody' in this runtime"),
-        (lambda state, _: rft.export(state, "folder", role=KIND), "besides the Actor (no role) there is 'reference', 'ema'"),
+        (lambda state, _: rft.export(state, "folder", role=KIND), "besides the Actor (no role) there is REFERENCE, EMA"),
     ],
 )
 def test_what_is_not_there_is_refused_before_anything_runs(ask: Any, says: str) -> None:
@@ -55,14 +58,14 @@ def test_a_launch_without_company_has_none() -> None:
         state = rft.refresh(begun)
         rollouts = sampled(state)
         for role in (rft.REFERENCE, rft.EMA):
-            with refused(state, rft.RoleError, f"there is no role {role!r} in this runtime; it has actor_optimizer"):
+            with refused(state, rft.RoleError, f"there is no role {role.upper()} in this runtime; it has ACTOR_OPTIMIZER"):
                 _ = rft.reference_logprobs(state, rollouts, role=role)
 
 
 def test_only_so_many_reward_models_are_on_the_device() -> None:
     with scripted_launch(beside="own") as begun:
         state = rft.reload(begun, KIND)
-        with refused(state, rft.RoleError, "'reward model kind' is on the device, and reward_models_on_device=1"):
+        with refused(state, rft.RoleError, "reward_model('kind') is on the device, and reward_models_on_device=1"):
             _ = rft.reload(state, BRIEF)
         state = rft.reload(rft.offload(state, KIND), BRIEF)
         assert state.roles.of(BRIEF).where == "device"
@@ -70,7 +73,7 @@ def test_only_so_many_reward_models_are_on_the_device() -> None:
 
 def test_what_does_not_fit_is_not_fetched() -> None:
     with scripted_launch(beside="own", engine=False, device_bytes=440) as begun:
-        with refused(begun, rft.DoesNotFit, "reload(state, 'reference')", "reference (to come)"):
+        with refused(begun, rft.DoesNotFit, "reload(state, REFERENCE)", "reference (to come)"):
             _ = rft.reload(begun, rft.REFERENCE)
         state = rft.reload(rft.offload(begun, rft.ACTOR_OPTIMIZER), rft.REFERENCE)
         assert state.roles.of(rft.REFERENCE).where == "device"
@@ -96,11 +99,9 @@ def test_a_reference_by_the_actor_needs_the_actor() -> None:
         with refused(state, rft.RoleError, "it is computed by the Actor and has no memory of its own"):
             _ = rft.offload(state, rft.REFERENCE)
         state = rft.offload_actor(state)
-        with refused(
-            state, rft.RoleError, "'reference' is computed by the Actor, which is offloaded; write before it: state = reload_actor"
-        ):
+        with refused(state, rft.RoleError, "REFERENCE is computed by the Actor, which is offloaded; write before it: state = reload_actor"):
             _ = rft.reference_logprobs(state, rollouts)
-        with refused(state, rft.RoleError, "'critic' is computed by the Actor, which is offloaded"):
+        with refused(state, rft.RoleError, "CRITIC is computed by the Actor, which is offloaded"):
             _ = rft.values(state, rollouts)
         state = rft.reload_actor(state)
         assert (rft.reference_logprobs(state, rollouts) == before).all()

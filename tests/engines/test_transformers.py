@@ -1,6 +1,7 @@
 """The embedded engine: the contract, and what is its own."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,14 @@ def engine(folder: Path, world: World) -> Iterator[Engine]:
 
 class TestContract(EngineContract):
     """All of it."""
+
+
+def test_files_that_are_broken_are_said(folder: Path, world: World, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(folder, tmp_path / "broken"))
+    weights_file = broken / "model.safetensors"
+    _ = weights_file.write_bytes(weights_file.read_bytes()[: weights_file.stat().st_size // 2])
+    with pytest.raises(BadInput, match=f"the weights in {broken} cannot be loaded: .*anew"):
+        _ = make(broken, world)
 
 
 def test_it_starts_awake_with_the_folders_weights(folder: Path, world: World, module: Any) -> None:

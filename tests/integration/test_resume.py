@@ -88,8 +88,8 @@ def test_a_critic_and_a_moving_average_go_on_too(out: Path) -> None:
 
 def kill(model: Path, out: Path, whole: list[Any], kills: int, seed: int) -> None:
     """Ranks are killed at each of the first `kills` starts; what the last start ends with is what the unbroken run did."""
-    environment = {"PET_MAX_RESTARTS": str(kills), "KILLS": str(kills), "SEED": str(seed)}
-    printed = torchrun(JOB, "killed", model, out, timeout=200 * (kills + 1), env=environment)
+    environment = {"KILLS": str(kills), "SEED": str(seed)}
+    printed = torchrun(JOB, "killed", model, out, restarts=kills, timeout=200 * (kills + 1), env=environment)
     assert printed.count("is killed") == told(out, "killed", 0)["starts"] - 1, printed
     for rank, unbroken in enumerate(whole):
         ended = told(out, "killed", rank)

@@ -86,6 +86,28 @@ WRONG = [
 ]
 
 
+TOGETHER = GOOD.replace("prompts = 2", "prompts = 2\nworld_size = 6").replace(
+    'model = "MODEL"\n\n', 'model = "MODEL"\ntensor_parallel = 2\n\n', 1
+)
+"""Six ranks in TP groups of two."""
+REFUSED = [
+    (("world_size = 6", "world_size = 3"), "tensor_parallel=2 does not divide world_size=3"),
+    (("world_size = 6", "world_size = 6\nranks_per_host = 3"), "tensor_parallel=2 does not divide ranks_per_host=3"),
+    (("tensor_parallel = 2", "tensor_parallel = 3\n"), "tensor_parallel=3 does not divide the model's 4 attention heads"),
+    (('kind = "fsdp2"', 'kind = "fsdp2"\nshards = 4'), "shards=4 does not divide the world size 6"),
+    (
+        ("[launch.reward_models.judge]", "[launch.reference]\nshards = 4\n[launch.reward_models.judge]"),
+        "shards=4 does not divide the world size 6",
+    ),
+    (('kind = "vllm"\ncache_bytes = 1048576', 'kind = "transformers"'), "so tensor_parallel=2 cannot work"),
+    (
+        ("cache_bytes = 1048576", "cache_bytes = 1048576\nmax_model_len = 63"),
+        "are 64 tokens together, more than the engine's max_model_len=63",
+    ),
+]
+"""What a launch would refuse, too."""
+
+
 @pytest.mark.parametrize(("change", "said"), WRONG)
 def test_what_is_wrong_is_said_by_name(written, capsys, change, said):
     text = GOOD.replace(*change)
@@ -93,6 +115,20 @@ def test_what_is_wrong_is_said_by_name(written, capsys, change, said):
     assert cli.main(["plan", str(written(text))]) == 2
     error = capsys.readouterr().err
     assert said in error
+
+
+def test_without_that_it_is_planned(written):
+    assert cli.main(["plan", str(written(TOGETHER))]) == 0
+
+
+@pytest.mark.parametrize(("change", "said"), REFUSED)
+def test_what_a_launch_refuses_is_not_planned(written, capsys, change, said):
+    text = TOGETHER.replace(*change)
+    assert text != TOGETHER
+    assert cli.main(["plan", str(written(text))]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert not shown.out
 
 
 def test_the_owner_of_a_key_is_named(written):

@@ -48,6 +48,14 @@ def at_different_steps(world: World) -> Seen:
         return seen | {"generation after": rft.broadcast(begun).generation}
 
 
+def with_different_roles(world: World) -> Seen:
+    seen: Seen = {}
+    with scripted_launch(world=world, beside="own") as begun:
+        with untouched(begun, seen):
+            _ = rft.reload(begun, rft.reward_model("kind") if world.rank else rft.REFERENCE)
+        return seen | {"generation after": rft.reload(begun, rft.REFERENCE).generation}
+
+
 def at_different_generations(world: World) -> Seen:
     seen: Seen = {}
     with scripted_launch(world=world) as begun:
@@ -125,6 +133,33 @@ def a_long_prompt_on_one_rank(world: World) -> Seen:
     return seen
 
 
+def sampling_of_a_wrong_type_on_one_rank(world: World) -> Seen:
+    seen: Seen = {}
+    wrong: Any = {"samples": 2}
+    with scripted_launch(world=world) as begun:
+        ready = rft.refresh(begun)
+        with untouched(ready, seen):
+            _ = rft.generate(ready, scripted_prompts(), wrong if world.rank else SAMPLING)
+    return seen
+
+
+def other_columns_on_one_rank(world: World) -> Seen:
+    seen: Seen = {}
+    with scripted_launch(world=world) as begun, untouched(begun, seen):
+        _ = rft.average(begun, {"reward": [1.0], **({"length": [2]} if world.rank else {})})
+    return seen
+
+
+def a_column_of_words_on_one_rank(world: World) -> Seen:
+    seen: Seen = {}
+    words: Any = ["much"]
+    with scripted_launch(world=world) as begun:
+        ready = rft.refresh(begun)
+        with untouched(ready, seen):
+            _ = rft.average(ready, {"reward": words if world.rank else [1.0]})
+    return seen
+
+
 def old_rollouts_on_one_rank(world: World) -> Seen:
     seen: Seen = {}
     with scripted_launch(world=world) as begun:
@@ -180,12 +215,16 @@ def main() -> None:
     }
     for scene in (
         at_different_steps,
+        with_different_roles,
         at_different_generations,
         an_engine_that_fails,
         manifests_that_differ,
         memory_on_one_rank,
         another_batch_on_one_rank,
         a_long_prompt_on_one_rank,
+        sampling_of_a_wrong_type_on_one_rank,
+        other_columns_on_one_rank,
+        a_column_of_words_on_one_rank,
         old_rollouts_on_one_rank,
         averages,
     ):

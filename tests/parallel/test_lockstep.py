@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.launching import torchrun
+from tests.parallel.jobs import job
 
 HERE = Path(__file__).parent
 Results = tuple[dict[str, Any], dict[str, Any]]
@@ -37,6 +38,15 @@ def test_ranks_at_different_steps_are_told_who_is_where(results: Results) -> Non
         assert seen["generation after"] == 1
 
 
+def test_ranks_with_different_roles_of_the_same_step_too(results: Results) -> None:
+    there = r"rank 0: reload of role REFERENCE \(generation 0\).*\n  rank 1: reload of role reward_model\('kind'\) \(generation 0\)"
+    for seen in scene(results, "with different roles"):
+        assert seen["error"] == "RanksDiverged"
+        assert re.search(there, seen["message"])
+        assert seen["untouched"]
+        assert seen["generation after"] == 1
+
+
 def test_ranks_at_different_generations_of_the_same_step_too(results: Results) -> None:
     for seen in scene(results, "at different generations"):
         assert seen["error"] == "RanksDiverged"
@@ -54,10 +64,11 @@ def test_a_rank_that_does_not_come_in_time_is_given_up_and_learns_it(results: Re
         assert seen["untouched"]
 
 
-def test_a_rank_that_hangs_in_a_collective_is_ended_with_last_words() -> None:
-    with pytest.raises(AssertionError) as caught:
-        _ = torchrun(HERE / "hanging.py")
-    output = str(caught.value)
+def test_a_rank_that_hangs_in_a_collective_is_ended_with_last_words(tmp_path: Path) -> None:
+    with job(HERE / "hanging.py", folder=tmp_path) as running:
+        _ = running.wait()
+        output = running.output()
+    assert running.agents[0].returncode
     assert "RanksDiverged: not every rank came to wake (generation 1) within 3 s" in output
     assert "rank 1: not here; last seen at broadcast (generation 0)" in output
     _, _, words = output.partition("ended by SIGTERM; where the ranks were:\n")
@@ -97,7 +108,13 @@ def test_memory_that_is_short_on_one_rank_is_refused_on_all(results: Results) ->
 
 @pytest.mark.parametrize(
     ("name", "error"),
-    [("another batch on one rank", "WrongBatch"), ("a long prompt on one rank", "BadInput"), ("old rollouts on one rank", "TooStale")],
+    [
+        ("another batch on one rank", "WrongBatch"),
+        ("a long prompt on one rank", "BadInput"),
+        ("sampling of a wrong type on one rank", "BadInput"),
+        ("a column of words on one rank", "BadInput"),
+        ("old rollouts on one rank", "TooStale"),
+    ],
 )
 def test_what_one_rank_refuses_all_refuse(results: Results, name: str, error: str) -> None:
     first, second = scene(results, name)
@@ -111,6 +128,13 @@ def test_what_one_rank_refuses_all_refuse(results: Results, name: str, error: st
 
 
 # ---- what they do together ----
+
+
+def test_columns_that_differ_have_no_average_on_any_rank(results: Results) -> None:
+    for rank, seen in enumerate(scene(results, "other columns on one rank")):
+        assert seen["error"] == "BadInput"
+        assert ("'reward', 'length', and rank 0 'reward'" if rank else "'reward', and rank 1 'reward', 'length'") in seen["message"]
+        assert seen["untouched"]
 
 
 def test_places_are_torchruns(results: Results) -> None:

@@ -245,7 +245,7 @@ def test_what_a_state_does_not_allow_is_refused_before_anything_runs(seen: list[
         if shared:
             assert all("computed by the Actor, which is offloaded" in what for what in result["the Actor away"])
         else:
-            assert "'critic' is on the host; write instead: state = reload(" in result["values away"][0]
+            assert "CRITIC is on the host; write instead: state = reload(" in result["values away"][0]
 
 
 def test_what_is_no_start_of_a_critic_is_refused_by_name(seen: list[dict[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from rft import (
     LaunchSpec,
     Metrics,
     Minibatch,
+    NonFiniteGradient,
     NoOld,
     O,
     Objective,
@@ -43,9 +44,11 @@ from rft import (
     generate,
     generate_stale,
     grpo,
+    is_at,
     is_ready,
     launch,
     legal,
+    living,
     minibatches,
     model_rewards,
     observation,
@@ -209,6 +212,18 @@ def narrowed(state: RuntimeState, prompts: Prompts, sampling: Sampling) -> Rollo
 
 def narrowed_keeps_the_other_axes(state: RuntimeState[Awake | Asleep, Fresh | Stale, OnDevice, NoOld]) -> Ready | None:
     return state if is_ready(state) else None
+
+
+def what_an_update_had_reached(
+    start: RuntimeState[Asleep, Stale, OnDevice, OldLogProbs], experience_: Experience
+) -> RuntimeState[Asleep, Stale, OnDevice, NoOld]:
+    try:
+        return update(start, experience_, grpo(), Cut())[0]
+    except NonFiniteGradient:
+        reached = living(start)
+        if not is_at(reached, Asleep, Stale, OnDevice, OldLogProbs):
+            raise
+        return finish_batch(assert_type(reached, RuntimeState[Asleep, Stale, OnDevice, OldLogProbs]))
 
 
 def two_axes_are_enough_to_write(state: RuntimeState[Awake, Fresh], prompts: Prompts, sampling: Sampling) -> Rollouts:

@@ -30,8 +30,10 @@ from rft import (
     finish_batch,
     generate,
     generate_stale,
+    is_at,
     is_ready,
     launch,
+    living,
     model_rewards,
     offload,
     offload_actor,
@@ -107,6 +109,18 @@ def generate_in_a_loop_that_forgets_the_broadcast(
 
 def generate_without_narrowing(state: RuntimeState, prompts: Prompts, sampling: Sampling) -> Rollouts:
     return generate(state, prompts, sampling)  # expect: reportArgumentType
+
+
+def generate_from_what_was_reached(state: Ready, prompts: Prompts, sampling: Sampling) -> Rollouts:
+    return generate(living(state), prompts, sampling)  # expect: reportArgumentType
+
+
+def train_where_narrowing_found_no_batch(
+    state: RuntimeState, minibatch: Minibatch, objective: Objective
+) -> RuntimeState[Asleep, Stale, OnDevice, OldLogProbs] | None:
+    if is_at(state, Asleep, Stale, OnDevice, NoOld):
+        return train_step(state, minibatch, objective)[0]  # expect: reportArgumentType
+    return None
 
 
 def generate_where_narrowing_says_no(state: RuntimeState, prompts: Prompts, sampling: Sampling) -> Rollouts | None:
