@@ -114,7 +114,7 @@ def _rollouts(
     tokens[mask & ~sampled] = prompts.tokens[each][prompts.mask[each]]
     tokens[sampled] = torch.tensor([t for c in completions for t in c.tokens], dtype=torch.int64)
     logprobs[sampled] = torch.tensor([p for c in completions for p in c.logprobs], dtype=torch.float32)
-    rows = each.tolist()
+    rows, decode = each.tolist(), runtime.model.tokenizer.batch_decode
     return Rollouts(
         batch=batch,
         tokens=tokens,
@@ -126,7 +126,8 @@ def _rollouts(
         samples=torch.arange(sampling.samples).repeat(len(prompts)),
         finish=cast(tuple[Finish, ...], tuple(c.finish for c in completions)),
         questions=tuple(prompts.texts[row] for row in rows),
-        responses=tuple(runtime.model.tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)),
+        # Of no rows transformers makes one text.
+        responses=tuple(decode([c.tokens for c in completions], skip_special_tokens=True)) if completions else (),
         answers=tuple(prompts.answers[row] for row in rows),
         sampling=sampling,
     )
