@@ -44,6 +44,8 @@ def test_tokens_that_the_model_does_not_know(begun: State, prompts: rft.Prompts)
     with pytest.raises(rft.BadInput, match=r"stop_tokens=\(1000000000,\)"):
         _ = rft.generate(state, prompts, dc.replace(SAMPLING, stop_tokens=(10**9,)))
     assert len(rft.generate(state, prompts, SAMPLING)) == 2 * SAMPLING.samples
+    none = dc.replace(prompts, tokens=prompts.tokens[:0], mask=prompts.mask[:0], ids=prompts.ids[:0], texts=(), answers=())
+    assert rft.generate(state, none, SAMPLING).responses == (), "a rank may have no prompts, and takes part"
 
 
 @pytest.mark.parametrize(
