@@ -51,13 +51,13 @@ def broadcast(state: RuntimeState[Any, Any, Any, Any]) -> Fresh:
 
 def _deliveries(runtime: Runtime) -> list[_Delivery]:
     """All weights; or, for an engine that holds an adapter apart from its base, the adapter, after the base where that is gone."""
-    engine, trainer = runtime.engine, runtime.trainer
+    engine, trainer, dtype = runtime.engine, runtime.trainer, runtime.engine.casts_to
     if not isinstance(engine, AdapterEngine):
-        whole = Sending(manifest=trainer.manifest(), tensors=trainer.stream_weights())
+        whole = Sending(manifest=trainer.manifest(dtype), tensors=trainer.stream_weights(dtype))
         return [_Delivery(sent=whole, load=engine.load, checksums=engine.checksums)]
     assert isinstance(trainer, Adapted)
     adapter = _Delivery(sent=trainer.adapter(), load=engine.load_adapter, checksums=engine.adapter_checksums)
-    base = [] if engine.has_base else [_Delivery(sent=trainer.base(), load=engine.load, checksums=engine.checksums)]
+    base = [] if engine.has_base else [_Delivery(sent=trainer.base(dtype), load=engine.load, checksums=engine.checksums)]
     return [*base, adapter]
 
 

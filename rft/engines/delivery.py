@@ -4,7 +4,7 @@ Tied heads are two names for one tensor. A set has each tensor once, under which
 """
 
 import contextlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,12 @@ def shapes_of(config: Any) -> dict[Names, torch.Size]:
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
     return {names: tensor.shape for names, tensor in named(module).items()}
+
+
+def common_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
+    """That of all floating-point tensors, if they have the same."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rft.engines.delivery import Names
+from rft.engines.delivery import Names, common_dtype
 from rft.ops.checksum import checksum
 from rft.ops.transfer import standing, transfer
 
@@ -55,6 +55,8 @@ class Plan:
 
     def __init__(self, copies: Mapping[str, list[Copy]], fills: list[Fill], aliases: Mapping[str, str]) -> None:
         self._copies, self._fills, self._aliases = copies, fills, aliases
+        self.casts_to = common_dtype(copy.target for each in copies.values() for copy in each)
+        """The dtype that everything is cast to as it is written; None: there are several."""
 
     def install(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, int]:
         """Replays every write. Returns the checksums of what the copies read, cast to the engine's dtype, by the given names."""

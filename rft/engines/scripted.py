@@ -30,6 +30,7 @@ class ScriptedEngine:
 
     name = "scripted"
     dtype = torch.float32
+    casts_to: torch.dtype | None = None
     max_model_len = 64
 
     def __init__(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rft.engines.decoding import decode, score
-from rft.engines.delivery import Names, delivery, named
+from rft.engines.delivery import Names, common_dtype, delivery, named
 from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
 from rft.engines.stopping import StopStrings
@@ -62,6 +62,7 @@ class Transformers:
         self._bytes = sum(tensor.nbytes for tensor, _ in self._places)
         self._slots = self._taken(module)
         self._shapes = {names: tensor.shape for names, tensor in self._slots.items()}
+        self.casts_to = common_dtype(self._slots.values())
         self._by_name = {name: tensor for names, tensor in self._slots.items() for name in names}
         self._names = tuple(names[0] for names in self._slots)
         self._vocab = int(module.get_input_embeddings().weight.shape[0])
