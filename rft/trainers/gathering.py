@@ -5,9 +5,10 @@ On CUDA collectives run on a stream of their own, which the reader's waits for w
 """
 
 import dataclasses as dc
+import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "al
 # Many copies in a few launches on a CUDA device.
 _copy_each: Any = getattr(torch, "_foreach_copy_")  # noqa: B009
 
+T = TypeVar("T")
 Shard = tuple[str, tuple[int, ...], Tensor]
 """Name, full shape, and this rank's part: chunk number `rank` of dimension 0, as `torch.chunk` over the group cuts it."""
 Bounds = tuple[tuple[int, int], ...]
@@ -70,7 +72,7 @@ def assembled(pieces: Sequence[Piece], among: Gathering, dtype: torch.dtype | No
         return
     coming: _Packed | _Scattered | None = None
     try:
-        for bucket in _buckets(pieces, [piece.shape.numel() * among.dtype_of(piece.own.dtype, dtype).itemsize for piece in pieces]):
+        for bucket in _alike(pieces, lambda piece: piece.shape.numel() * among.dtype_of(piece.own.dtype, dtype).itemsize):
             present, coming = coming, _sent(bucket, among, dtype)
             if present is not None:
                 yield from _whole(present)
@@ -80,6 +82,14 @@ def assembled(pieces: Sequence[Piece], among: Gathering, dtype: torch.dtype | No
     finally:
         if coming is not None:
             coming.wait()
+
+
+def most(sizes: Sequence[int]) -> int:
+    """Bytes that tensors of these sizes take at most on their way, if the reader lets go of each: the bucket that came beside the tensors
+    that are made of it (one that has a bucket to itself is made of nothing else), and the next one, which is coming."""
+    buckets = [(sum(bucket), 1 if len(bucket) == 1 else 2) for bucket in _buckets(sizes, lambda size: size)]
+    coming = [*(size for size, _ in buckets[1:]), 0]
+    return max((size * copies + following for (size, copies), following in zip(buckets, coming, strict=False)), default=0)
 
 
 def even_bounds(count: int, ranks: int, each: int | None = None) -> Bounds:
@@ -99,15 +109,21 @@ def _is_even(piece: Piece) -> bool:
     return piece.bounds == even_bounds(piece.shape.numel(), len(piece.bounds), piece.bounds[0][1])
 
 
-def _buckets(pieces: Sequence[Piece], sizes: Sequence[int]) -> Iterator[list[Piece]]:
-    """Neighbours that are cut in the same way, up to `BUCKET` bytes of them together."""
-    bucket, held = list[Piece](), 0
-    for piece, size in zip(pieces, sizes, strict=True):
-        if bucket and (held + size > BUCKET or _is_even(piece) != _is_even(bucket[0])):
+def _alike(pieces: Sequence[Piece], size: Callable[[Piece], int]) -> Iterator[list[Piece]]:
+    """Buckets of pieces that are cut in the same way."""
+    for _, same in itertools.groupby(pieces, key=_is_even):
+        yield from _buckets(list(same), size)
+
+
+def _buckets(items: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Neighbours, up to `BUCKET` bytes of them together."""
+    bucket, held = list[T](), 0
+    for item in items:
+        if bucket and held + size(item) > BUCKET:
             yield bucket
             bucket, held = [], 0
-        bucket.append(piece)
-        held += size
+        bucket.append(item)
+        held += size(item)
     if bucket:
         yield bucket
 
