@@ -52,9 +52,9 @@ def test_weights_that_come_back_from_the_host_need_room_too() -> None:
             _ = rft.wake(state)
 
 
-def test_the_bucket_is_the_largest_tensor_of_the_stream(begun: State) -> None:
-    assert budget.sync_bucket(runtime_of(begun)) == 8
-    runtime_of(begun).trainer.manifest = lambda: ()
+def test_the_bucket_is_what_of_the_stream_waits_for_the_engine(begun: State) -> None:
+    assert budget.sync_bucket(runtime_of(begun)) == 12
+    runtime_of(begun).trainer.manifest = lambda dtype=None: ()
     assert budget.sync_bucket(runtime_of(begun)) == 0
 
 

@@ -72,6 +72,13 @@ def test_replaying_is_loading(rank: int, dtype: torch.dtype) -> None:
         for name, tensor in theirs.memory().items():
             assert torch.equal(ours.memory()[name], tensor), name
         assert received == plan.checksums(tuple(received))
+    assert plan.casts_to == dtype
+
+
+def test_where_engine_memory_has_several_dtypes_nothing_is_cast_before() -> None:
+    module = Sliced(0, torch.bfloat16)
+    module.norm = nn.Parameter(module.norm.float())
+    assert plan_of(module).casts_to is None
 
 
 def test_names_of_tied_tensors_are_interchangeable() -> None:
