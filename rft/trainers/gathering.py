@@ -106,7 +106,9 @@ def _rows(shard: Shard, ranks: int) -> Piece:
 
 
 def _is_even(piece: Piece) -> bool:
-    return piece.bounds == even_bounds(piece.shape.numel(), len(piece.bounds), piece.bounds[0][1])
+    """Whether its stretches can travel in slots of one length, with less padding than there is of them."""
+    count, ranks, each = piece.shape.numel(), len(piece.bounds), piece.bounds[0][1]
+    return piece.bounds == even_bounds(count, ranks, each) and each * ranks < 2 * count
 
 
 def _alike(pieces: Sequence[Piece], size: Callable[[Piece], int]) -> Iterator[list[Piece]]:
@@ -179,7 +181,7 @@ def _joined(slots: Tensor, stretch: int, dtype: torch.dtype) -> Tensor:
 
 
 class _Scattered:
-    """Pieces that are cut anyhow, on their way stretch by stretch, from the rank that has it: most lie on one rank."""
+    """Pieces that are cut anyhow, on their way stretch by stretch, from the rank that has it: most lie on one rank, and so does one row."""
 
     def __init__(self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], among: Gathering) -> None:
         self.pieces = pieces

@@ -267,7 +267,7 @@ def test_tensors_cut_anyhow_are_put_together_bit_by_bit(seen: list[dict[str, Any
 def test_a_reader_that_stops_leaves_no_collective_behind(seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         for stop, result in zip(parcels.STOPS, rank["gathers"]["stopped"], strict=False):
-            assert result["names"] == list(parcels.tensors())[:stop]
+            assert result["names"] == [name for name in parcels.tensors() if name not in parcels.FEW][:stop]
             assert sum(result["ahead"]) == len(result["ahead"]) - bool(stop)  # while one bucket is read, the next one is on its way
             assert all(result["waited"])
             assert len(result["waited"]) <= stop + 1

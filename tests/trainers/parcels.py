@@ -16,6 +16,8 @@ BUCKETS = (1, 700, 1 << 20)
 """A tensor at a time, a few, and all."""
 STOPS = (0, 1, 4)
 """Tensors after which a reader has enough."""
+FEW = ("one", "none")
+"""What has too few rows to be cut evenly."""
 
 
 def tensors() -> dict[str, Tensor]:
@@ -48,7 +50,8 @@ def gathers(world: World) -> Any:
         seen["gathered"][bucket, dtype] = dict(gathered(chunks(world), among, dtype))
         seen["assembled"][bucket, dtype] = dict(assembled(stretches(world), among, dtype))
     with_bucket(700)
-    seen["stopped"] = [stopped(gathered(chunks(world), among), stop) for stop in STOPS if world.size > 1]
+    even = [chunk for chunk in chunks(world) if chunk[0] not in FEW]
+    seen["stopped"] = [stopped(gathered(even, among), stop) for stop in STOPS if world.size > 1]
     seen["afterwards"] = dict(gathered(chunks(world), among))
     with_bucket(256 << 20)
     return seen
