@@ -86,6 +86,7 @@ def _as_promised(sent: Sending) -> Iterator[tuple[str, Tensor]]:
             problem = f"{name} {tuple(tensor.shape)} {tensor.dtype} was streamed where the manifest has {spec}"
         if problem is None:
             yield name, tensor
+        del tensor  # the reader may have let go of it, and the next one needs memory
     missing = next(promised, None)
     if problem or missing:
         raise SyncFailed(f"broadcast(state): {problem or f'the stream ended before {missing}'}")

@@ -65,6 +65,7 @@ def delivery(
                 problems.append(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(expected)}")
             else:
                 yield name, tensor
+            del tensor  # the reader may have let go of it, and the next one needs memory
 
     try:
         yield fitting()

@@ -68,7 +68,9 @@ class Plan:
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for name, tensor in tensors:
                 names.append(name)
-                yield from ((copy.target, copy.source(tensor)) for copy in self._copies[self._aliases[name]])
+                for copy in self._copies[self._aliases[name]]:
+                    yield copy.target, copy.source(tensor)
+                del tensor  # as `transfer` lets go of it
 
         return self._by_name(transfer(pairs()), names)
 

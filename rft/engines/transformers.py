@@ -106,7 +106,7 @@ class Transformers:
             self._need_weights("load")
             self._weights = "undefined"
             names = list[str]()
-            sums = transfer(self._slot(name, tensor, names) for name, tensor in stream)
+            sums = transfer(self._to_slots(stream, names))
         self._weights = "loaded"
         self._names = tuple(names)
         return dict(zip(names, sums.tolist(), strict=True))
@@ -141,9 +141,11 @@ class Transformers:
         """What `load` takes, and where it goes."""
         return named(module)
 
-    def _slot(self, name: str, tensor: Tensor, names: list[str]) -> tuple[Tensor, Tensor]:
-        names.append(name)
-        return self._by_name[name], tensor
+    def _to_slots(self, tensors: Iterator[tuple[str, Tensor]], names: list[str]) -> Iterator[tuple[Tensor, Tensor]]:
+        for name, tensor in tensors:
+            names.append(name)
+            yield self._by_name[name], tensor
+            del tensor  # as `transfer` lets go of it
 
     def _need(self, verb: str, *, cache: bool) -> None:
         self._need_weights(verb)

@@ -33,6 +33,7 @@ def transfer(pairs: Iterable[Pair]) -> Int64[Tensor, "pair"]:
         if held >= BATCH:
             sums.append(Table(batch).run(store=True))
             batch, held = [], 0
+        del target, source  # what was written goes before the next one takes memory
     if batch or not sums:
         sums.append(Table(batch).run(store=True))
     return torch.cat(sums)

@@ -1,12 +1,15 @@
 """The sync plan's recorder, on modules that load as engines do: fused, sliced, tied and padded; and on those that do more than copy."""
 
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from rft.engines.delivery import delivery
 from rft.engines.plan import Copy, NoPlan, Plan, record
+from rft.ops import transfer
 
 HIDDEN, HEADS, VOCAB = 8, 12, 10
 SHAPES = {
@@ -109,6 +112,24 @@ def test_tensors_may_lie_anyhow() -> None:
     _ = plan.install(iter(views.items()))
     theirs.load(iter(given.items()))
     assert all(torch.equal(ours.memory()[name], tensor) for name, tensor in theirs.memory().items())
+
+
+def test_what_was_written_is_let_go_before_the_next_tensor_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream gathers the next bucket then, which needs the memory."""
+    monkeypatch.setattr(transfer, "BATCH", 1)
+    plan, given, kept = plan_of(Sliced(0)), a_set(0), list[weakref.ref[Tensor]]()
+
+    def stream() -> Stream:
+        for name in given:
+            assert all(tensor() is None for tensor in kept)
+            tensor = given[name].clone()
+            kept.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    with delivery(stream(), SHAPES, "test") as tensors:
+        _ = plan.install(tensors)
+    assert len(kept) == len(given)
 
 
 def test_addresses_may_be_given_back_and_taken_again() -> None:
