@@ -36,9 +36,9 @@ def on_device(state: RuntimeState[Any, Any, Any, Any]) -> dict[str, int]:
 
 
 def sync_bucket(runtime: Runtime) -> int:
-    """Bytes of the largest tensor of the weight stream, as it may be on the way alone; where tensors are gathered, those of a bucket."""
-    sizes = [_bytes(spec.shape, spec.dtype) for spec in runtime.trainer.manifest()]
-    return streamed(max(sizes, default=0), sum(sizes), runtime.world.size)
+    """Bytes of the weight stream that are on their way to the engine at most: see `rft.memory.steps.streamed`."""
+    manifest = runtime.trainer.manifest(runtime.engine.casts_to)
+    return streamed([_bytes(spec.shape, spec.dtype) for spec in manifest], runtime.world.size)
 
 
 def require_room(call: str, state: RuntimeState[Any, Any, Any, Any], adding: Mapping[str, int]) -> None:

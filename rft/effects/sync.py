@@ -55,13 +55,13 @@ def broadcast(state: RuntimeState[Any, Any, Any, Any]) -> Fresh:
 
 def _deliveries(runtime: Runtime) -> list[_Delivery]:
     """All weights; or, for an engine that holds an adapter apart from its base, the adapter, after the base where that is gone."""
-    engine, trainer = runtime.engine, runtime.trainer
+    engine, trainer, dtype = runtime.engine, runtime.trainer, runtime.engine.casts_to
     if not isinstance(engine, AdapterEngine):
-        whole = Sending(manifest=trainer.manifest(), tensors=trainer.stream_weights())
+        whole = Sending(manifest=trainer.manifest(dtype), tensors=trainer.stream_weights(dtype))
         return [_Delivery(sent=whole, load=engine.load, checksums=engine.checksums)]
     assert isinstance(trainer, Adapted)
     adapter = _Delivery(sent=trainer.adapter(), load=engine.load_adapter, checksums=engine.adapter_checksums)
-    base = [] if engine.has_base else [_Delivery(sent=trainer.base(), load=engine.load, checksums=engine.checksums)]
+    base = [] if engine.has_base else [_Delivery(sent=trainer.base(dtype), load=engine.load, checksums=engine.checksums)]
     return [*base, adapter]
 
 
@@ -90,6 +90,7 @@ def _as_promised(sent: Sending) -> Iterator[tuple[str, Tensor]]:
             problem = f"{name} {tuple(tensor.shape)} {tensor.dtype} was streamed where the manifest has {spec}"
         if problem is None:
             yield name, tensor
+        del tensor  # the reader may have let go of it, and the next one needs memory
     missing = next(promised, None)
     if problem or missing:
         raise SyncFailed(f"broadcast(state): {problem or f'the stream ended before {missing}'}")

@@ -4,7 +4,7 @@ Tied heads are two names for one tensor. A set has each tensor once, under which
 """
 
 import contextlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,12 @@ def shapes_of(config: Any) -> dict[Names, torch.Size]:
     return {names: tensor.shape for names, tensor in named(module).items()}
 
 
+def common_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
+    """That of all floating-point tensors, if they have the same."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
 @contextlib.contextmanager
 def delivery(
     tensors: Iterator[tuple[str, Tensor]], shapes: Mapping[Names, torch.Size], engine: str
@@ -58,6 +64,7 @@ def delivery(
                 problems.append(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(expected)}")
             else:
                 yield name, tensor
+            del tensor  # the reader may have let go of it, and the next one needs memory
 
     try:
         yield fitting()

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rft.engines.delivery import Names
+from rft.engines.delivery import Names, common_dtype
 from rft.ops.checksum import checksum
-from rft.ops.transfer import standing, transfer
+from rft.ops.transfer import Table, reading, transfer
 
 Load = Callable[[Iterator[tuple[str, Tensor]]], object]
 """An engine's own loading of named tensors."""
@@ -55,6 +55,9 @@ class Plan:
 
     def __init__(self, copies: Mapping[str, list[Copy]], fills: list[Fill], aliases: Mapping[str, str]) -> None:
         self._copies, self._fills, self._aliases = copies, fills, aliases
+        self.casts_to = common_dtype(copy.target for each in copies.values() for copy in each)
+        """The dtype that everything is cast to as it is written; None: there are several."""
+        self._reading: tuple[Sequence[str], Table] = ((), reading([]))
 
     def install(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, int]:
         """Replays every write. Returns the checksums of what the copies read, cast to the engine's dtype, by the given names."""
@@ -65,13 +68,17 @@ class Plan:
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for name, tensor in tensors:
                 names.append(name)
-                yield from ((copy.target, copy.source(tensor)) for copy in self._copies[self._aliases[name]])
+                for copy in self._copies[self._aliases[name]]:
+                    yield copy.target, copy.source(tensor)
+                del tensor  # as `transfer` lets go of it
 
         return self._by_name(transfer(pairs()), names)
 
     def checksums(self, names: Sequence[str]) -> dict[str, int]:
         """Checksums of what lies now where the copies of each name wrote."""
-        return self._by_name(standing([copy.target for name in names for copy in self._copies[self._aliases[name]]]), names)
+        if self._reading[0] != names:  # the targets stay where they are, so that what is known of them is good for the next time
+            self._reading = names, reading([copy.target for name in names for copy in self._copies[self._aliases[name]]])
+        return self._by_name(self._reading[1].run(store=False), names)
 
     def _by_name(self, sums: Tensor, names: Sequence[str]) -> dict[str, int]:
         """One number a name: several copies of one tensor count together, in their order. Waits for the device once."""

@@ -56,6 +56,9 @@ class Engine(Protocol):
     name: str
     dtype: torch.dtype
     """Of the weights it computes with."""
+    casts_to: torch.dtype | None
+    """That `load` casts whatever it is given to before anything else, so that a stream in it arrives with the same bits as an exact one.
+    None: not everything to the same dtype, or there is more to its loading than casting."""
     max_model_len: int
     """Longest prompt and response together, in tokens."""
     keeps: Literal["device", "host"] | None

@@ -47,6 +47,7 @@ class ScriptedEngine:
 
     name = "scripted"
     dtype = torch.float32
+    casts_to: torch.dtype | None = None
     max_model_len = 256
 
     def __init__(

@@ -58,6 +58,7 @@ class SGLang:
         self._ends, self._vocab = list(end_tokens(model)), int(model.config.vocab_size)
         self._shapes = shapes_of(model.config)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.casts_to: torch.dtype | None = self.dtype  # as it is put into a bucket
         self.max_model_len = spec.max_model_len
         self._group = Group(world, lambda addresses: sglang_options.settings(spec, model, world, addresses), timeout_s=spec.start_timeout_s)
         self._bucket = needed(self._shapes.values(), self.dtype, spec.bucket_bytes)

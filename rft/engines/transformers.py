@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rft.engines.decoding import decode, score
-from rft.engines.delivery import Names, delivery, named
+from rft.engines.delivery import Names, common_dtype, delivery, named
 from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
 from rft.engines.stopping import StopStrings
@@ -53,6 +53,7 @@ class Transformers:
         self._bytes = sum(tensor.nbytes for tensor, _ in self._places)
         self._slots = self._taken(module)
         self._shapes = {names: tensor.shape for names, tensor in self._slots.items()}
+        self.casts_to = common_dtype(self._slots.values())
         self._by_name = {name: tensor for names, tensor in self._slots.items() for name in names}
         self._names = tuple(names[0] for names in self._slots)
         self._vocab, self._eyes = int(module.get_input_embeddings().weight.shape[0]), eyes(module)
@@ -98,7 +99,7 @@ class Transformers:
             self._need_weights("load")
             self._weights = "undefined"
             names = list[str]()
-            sums = transfer(self._slot(name, tensor, names) for name, tensor in stream)
+            sums = transfer(self._to_slots(stream, names))
         self._weights = "loaded"
         self._names = tuple(names)
         return dict(zip(names, sums.tolist(), strict=True))
@@ -133,9 +134,11 @@ class Transformers:
         """What `load` takes, and where it goes."""
         return named(module)
 
-    def _slot(self, name: str, tensor: Tensor, names: list[str]) -> tuple[Tensor, Tensor]:
-        names.append(name)
-        return self._by_name[name], tensor
+    def _to_slots(self, tensors: Iterator[tuple[str, Tensor]], names: list[str]) -> Iterator[tuple[Tensor, Tensor]]:
+        for name, tensor in tensors:
+            names.append(name)
+            yield self._by_name[name], tensor
+            del tensor  # as `transfer` lets go of it
 
     def _need(self, verb: str, *, cache: bool) -> None:
         self._need_weights(verb)

@@ -153,6 +153,7 @@ class VLLM:
         self._shapes = shapes_of(model.config)
         self._sync = choose_sync(started.worker, self._shapes, getattr(torch, spec.dtype), plain=started.plain)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.casts_to = self._sync.casts_to
         self.max_model_len = spec.max_model_len
         self.keeps: Literal["device", "host"] | None = started.memory.keeps
         self.sync_path = self._sync.path

@@ -28,6 +28,7 @@ class PlanSync:
 
     def __init__(self, plan: Plan, names: tuple[str, ...]) -> None:
         self._plan, self._names = plan, names
+        self.casts_to = plan.casts_to
 
     def install(self, tensors: Iterator[tuple[str, Tensor]]) -> Mapping[str, int]:
         """Returns the checksums of what came, cast, as far as this rank holds it."""
@@ -48,6 +49,8 @@ class ReloadSync:
     """
 
     path: Literal["plan", "reload"] = "reload"
+    casts_to: torch.dtype | None = None
+    """What packs or quantises is given what is exact."""
 
     def __init__(self, worker: "Worker") -> None:
         self._worker = worker

@@ -7,7 +7,7 @@ from rft.errors import BadInput
 from rft.memory.activations import Pass, activations
 from rft.memory.outline import Blueprint, outline
 from rft.memory.sharding import itemsize
-from rft.spec import EngineSpec, SGLangEngine, TransformersEngine, VLLMEngine
+from rft.spec import DType, EngineSpec, SGLangEngine, TransformersEngine, VLLMEngine
 
 VLLM_LIBRARIES = 2330 << 20
 """What vLLM's kernels and libraries take of the card outside of every allocator, asleep or awake: as measured on an H200 with a 0.5B and
@@ -32,6 +32,8 @@ SGLANG_PREFILL = 8192
 class EngineHolds:
     """Bytes of this rank."""
 
+    dtype: DType
+    """Of its weights."""
     weights: int
     cache: int
     graphs: int
@@ -73,6 +75,7 @@ def _vllm(spec: VLLMEngine, of: Blueprint, tensor_parallel: int) -> EngineHolds:
     prefill = PROFILED_TOKENS * own * widest // tensor_parallel
     buffers = VLLM_BUFFERS + PROFILED_TOKENS * own * int(config.hidden_size)
     return EngineHolds(
+        dtype=spec.dtype,
         weights=own * sum(_part(shape, tensor_parallel) for shape in outline(of).shapes),
         cache=spec.cache_bytes,
         graphs=buffers + (0 if spec.eager else VLLM_GRAPHS),
@@ -88,6 +91,7 @@ def _sglang(spec: SGLangEngine, of: Blueprint, tensor_parallel: int) -> EngineHo
     shapes = outline(of).shapes
     prefill = SGLANG_PREFILL * own * (3 * config.intermediate_size + 2 * config.hidden_size) // tensor_parallel
     return EngineHolds(
+        dtype=spec.dtype,
         weights=own * sum(_part(shape, tensor_parallel) for shape in shapes),
         cache=spec.cache_bytes,
         graphs=0,
@@ -114,6 +118,7 @@ def _transformers(spec: TransformersEngine, of: Blueprint, *, rows: int, longest
     prompts = Pass(tokens=rows * longest_prompt, wanted=1, longest=longest_prompt, dtype=spec.dtype)
     sampling = SAMPLER * 4 * rows * int(config.vocab_size)
     return EngineHolds(
+        dtype=spec.dtype,
         weights=own * outline(of).parameters,
         cache=layer * int(config.num_hidden_layers),
         graphs=0,

@@ -31,14 +31,15 @@ class Actor(Holder):
 
     # ---- weights ----
 
-    def manifest(self) -> tuple[TensorSpec, ...]:
+    def manifest(self, dtype: torch.dtype | None = None) -> tuple[TensorSpec, ...]:
         """See `Trainer`."""
+        shape_of, comes_in = self._backend.shape_of, self._backend.comes_in
         named = self._backend.root.named().items()
-        return tuple(TensorSpec(name=n, shape=tuple(self._backend.shape_of(t)), dtype=t.dtype) for n, t in named)
+        return tuple(TensorSpec(name=n, shape=tuple(shape_of(t)), dtype=comes_in(t, dtype)) for n, t in named)
 
-    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer`."""
-        return self._backend.whole()
+        return self._backend.whole(dtype=dtype)
 
     def export(self, path: Path) -> None:
         """See `Trainer`."""

@@ -109,8 +109,15 @@ class Backend(Steps, Protocol):
         """The whole shape of a tensor of `Root.named`, of which this rank holds a part."""
         ...
 
-    def whole(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
-        """`Root.named` in full, gathered one bucket at a time, also while it is away. Collective: exhaust it on every rank."""
+    def comes_in(self, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+        """In which dtype `whole`, asked for `dtype`, gives a tensor of `Root.named`: in that one where it is sent, and smaller then."""
+        ...
+
+    def whole(self, wanted: Wanted = every, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """`Root.named` in full, gathered one bucket at a time, also while it is away. Collective: exhaust it on every rank.
+
+        As exact as it is held, unless the reader says what it will cast it to: see `comes_in`.
+        """
         ...
 
     def masters(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:

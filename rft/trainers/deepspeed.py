@@ -139,10 +139,15 @@ class ZeRO:
         """See `Backend`."""
         return getattr(tensor, "ds_shape", tensor.shape)
 
-    def whole(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
+    def comes_in(self, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+        """See `Backend`."""
+        travels = self._spec.stage == 3 and id(tensor) in self._held
+        return self._among.dtype_of(tensor.dtype, dtype if travels else None)
+
+    def whole(self, wanted: Wanted = every, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `Backend`."""
         if self._spec.stage == 3:
-            yield from self._in_full("weight", wanted)
+            yield from self._in_full("weight", wanted, dtype)
         else:
             yield from ((n, self._here(held.weight)) for n, held in self._named(wanted).items())
         yield from self._buffers(wanted)
@@ -196,11 +201,11 @@ class ZeRO:
         """A tensor of this rank's, on the host while it is away."""
         return self.shelves["optimizer"].here(self.shelves["model"].here(tensor))
 
-    def _in_full(self, kind: str, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
+    def _in_full(self, kind: str, wanted: Wanted = every, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Everything of one kind, gathered."""
         parts = [(n, held, held.stretches[kind]) for n, held in self._named(wanted).items() if kind in held.stretches]
         pieces = [Piece(name=n, shape=held.shape, bounds=held.bounds, own=self._here(own)) for n, held, own in parts]
-        yield from assembled(pieces, self._among)
+        yield from assembled(pieces, self._among, dtype)
 
     def _hand_out(self, whole: Mapping[str, Tensor]) -> None:
         """Each rank keeps its part of what rank 0 has, in fp32: DeepSpeed makes masters of what computes, rounded as that is."""

@@ -22,7 +22,7 @@ Part = Literal["model", "optimizer"]
 
 @dc.dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """One named tensor of the model as it is streamed: its full shape and the dtype that the trainer holds."""
+    """One named tensor of the model as it is streamed: its full shape, and the dtype that it comes in."""
 
     name: str
     shape: tuple[int, ...]
@@ -139,13 +139,16 @@ class Trainer(Saved, Protocol):
     managed: bool
     """Whether the backend keeps weights or moments on the host by itself, and brings them to the device when it needs them."""
 
-    def manifest(self) -> tuple[TensorSpec, ...]:
-        """Every tensor that `stream_weights` gives, in its order: parameters, and the persistent buffers that checkpoints have."""
+    def manifest(self, dtype: torch.dtype | None = None) -> tuple[TensorSpec, ...]:
+        """Every tensor that `stream_weights` gives, asked for the same dtype, in its order: parameters, and the persistent buffers
+        that checkpoints have."""
         ...
 
-    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under their Hugging Face names, gathered one bucket at a time. Whoever holds one holds its memory, too.
 
+        They come as exact as the trainer holds them. `dtype` says that the reader will cast them to it: what has to be sent from rank
+        to rank may then be cast before, for fewer bytes, and comes with the bits that a cast afterwards would give.
         Works on an offloaded model too. Tied tensors come once, under the name that the checkpoint has. Contains collectives:
         exhaust it on every rank.
         """
@@ -222,7 +225,7 @@ class Adapted(Protocol):
         """As `Trainer.logprobs`, of the base model: the adapter takes no part."""
         ...
 
-    def base(self) -> Sending:
+    def base(self, dtype: torch.dtype | None = None) -> Sending:
         """The base model, under its Hugging Face names, as `Trainer.stream_weights` gives a model. It never changes."""
         ...
 

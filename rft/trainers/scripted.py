@@ -34,11 +34,13 @@ class ScriptedTrainer:
         self.on_device: dict[Part, bool] = {"model": True, "optimizer": True}
         self.faults, self.sizes = faults, sizes or {"model": 128, "optimizer": 256}
 
-    def manifest(self) -> tuple[TensorSpec, ...]:
+    def manifest(self, dtype: torch.dtype | None = None) -> tuple[TensorSpec, ...]:
+        del dtype  # nothing is sent from rank to rank
         self._pass("manifest", writes=False)
         return tuple(TensorSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in self.weights.items())
 
-    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        del dtype
         for name, tensor in self.weights.items():
             self._pass("stream_weights", writes=False)
             yield name, tensor

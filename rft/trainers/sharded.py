@@ -3,6 +3,7 @@
 The whole of a model is read by rank 0 alone; the others begin with parameters without memory, and are sent their slices.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -60,12 +61,16 @@ class Sharded:
         """See `Backend`."""
         return tensor.shape
 
-    def whole(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
+    def comes_in(self, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+        """See `Backend`."""
+        return self._among.dtype_of(tensor.dtype, dtype if isinstance(tensor, torch.nn.Parameter) else None)
+
+    def whole(self, wanted: Wanted = every, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `Backend`."""
         named = {n: t for n, t in self.root.named().items() if wanted(n)}
         parts = self._readable()
         shards = [(n, tuple(t.shape), parts[id(t)]) for n, t in named.items() if id(t) in parts]
-        yield from gathered(shards, self._gathering())
+        yield from gathered(shards, self._among, dtype)
         yield from self.buffers(wanted)
 
     def buffers(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
@@ -89,7 +94,8 @@ class Sharded:
         """This rank's slices, by the identity of their parameters."""
         return {id(p): self.weights.here(part) for p, part in zip(self.parameters, local(self.parameters), strict=True)}
 
-    def _gathering(self) -> Gathering:
+    @functools.cached_property
+    def _among(self) -> Gathering:
         group: Any = self._mesh.get_group("shard") if self._count > 1 else None
         return Gathering(group=group, size=self._count, device=self._world.device)
 

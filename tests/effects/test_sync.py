@@ -28,6 +28,18 @@ def test_a_broadcast_installs_the_actors_weights_and_leaves_the_cache_unmapped(b
         assert devices.engine.weights[name] is not tensor
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_the_stream_is_asked_for_in_what_the_engine_casts_to(begun: State, dtype: torch.dtype | None) -> None:
+    devices, asked = scripted_devices(begun), list[torch.dtype | None]()
+    assert devices.engine is not None
+    trainer, devices.engine.casts_to = devices.trainer, dtype
+    manifest, stream = trainer.manifest, trainer.stream_weights
+    trainer.manifest = lambda dtype=None: (asked.append(dtype), manifest(dtype))[1]
+    trainer.stream_weights = lambda dtype=None: (asked.append(dtype), stream(dtype))[1]
+    assert type(rft.broadcast(begun).weights) is rft.Fresh
+    assert set(asked) == {dtype}
+
+
 def test_an_offloaded_actor_streams_from_the_host(begun: State) -> None:
     state = rft.wake(rft.broadcast(rft.offload_actor(begun)))
     assert len(sampled(state)) == 4
@@ -48,7 +60,8 @@ def test_a_stream_that_is_not_the_manifests_fails_is_exhausted_and_poisons(
 ) -> None:
     taken = list[str]()
 
-    def stream_weights() -> Iterator[tuple[str, torch.Tensor]]:
+    def stream_weights(dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        assert dtype is None
         for name, tensor in stream.items():
             taken.append(name)
             yield name, tensor

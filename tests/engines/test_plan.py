@@ -1,12 +1,15 @@
 """The sync plan's recorder, on modules that load as engines do: fused, sliced, tied and padded; and on those that do more than copy."""
 
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from rft.engines.delivery import delivery
 from rft.engines.plan import Copy, NoPlan, Plan, record
+from rft.ops import transfer
 
 HIDDEN, HEADS, VOCAB = 8, 12, 10
 SHAPES = {
@@ -72,6 +75,13 @@ def test_replaying_is_loading(rank: int, dtype: torch.dtype) -> None:
         for name, tensor in theirs.memory().items():
             assert torch.equal(ours.memory()[name], tensor), name
         assert received == plan.checksums(tuple(received))
+    assert plan.casts_to == dtype
+
+
+def test_where_engine_memory_has_several_dtypes_nothing_is_cast_before() -> None:
+    module = Sliced(0, torch.bfloat16)
+    module.norm = nn.Parameter(module.norm.float())
+    assert plan_of(module).casts_to is None
 
 
 def test_names_of_tied_tensors_are_interchangeable() -> None:
@@ -102,6 +112,24 @@ def test_tensors_may_lie_anyhow() -> None:
     _ = plan.install(iter(views.items()))
     theirs.load(iter(given.items()))
     assert all(torch.equal(ours.memory()[name], tensor) for name, tensor in theirs.memory().items())
+
+
+def test_what_was_written_is_let_go_before_the_next_tensor_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream gathers the next bucket then, which needs the memory."""
+    monkeypatch.setattr(transfer, "BATCH", 1)
+    plan, given, kept = plan_of(Sliced(0)), a_set(0), list[weakref.ref[Tensor]]()
+
+    def stream() -> Stream:
+        for name in given:
+            assert all(tensor() is None for tensor in kept)
+            tensor = given[name].clone()
+            kept.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    with delivery(stream(), SHAPES, "test") as tensors:
+        _ = plan.install(tensors)
+    assert len(kept) == len(given)
 
 
 def test_addresses_may_be_given_back_and_taken_again() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from rft.errors import BadInput
-from rft.memory import Plan, Schedule, Setting, plan
+from rft.memory import Plan, Schedule, Setting, plan, steps
 from rft.memory.activations import Pass, activations
 from rft.memory.plan import CONTEXT, KEPT, KEPT_SHARE
 from rft.memory.steps import Work, training
@@ -22,6 +22,7 @@ from rft.spec import (
     TransformersEngine,
     VLLMEngine,
 )
+from rft.trainers import gathering
 from tests.memory.models import BLOCK, OUTSIDE, PARAMETERS, folder, tiny
 
 GIB = 1 << 30
@@ -113,7 +114,7 @@ def test_the_engine_is_there_in_its_phases_alone(model: str):
         > rows(plan(setting(model, engine=VLLMEngine(eager=True))), "train")[graphs]
     )
     two = plan(setting(model, engine=engine, world_size=2))
-    assert rows(two, "broadcast")["sync bucket"] == 4 * PARAMETERS  # all of it, being less than a bucket and the largest tensor
+    assert rows(two, "broadcast")["sync bucket"] == 2 * 2 * PARAMETERS  # in bf16: all of it as it came, beside what is made of that
     assert "sync bucket" not in rows(made, "broadcast")
 
 
@@ -126,6 +127,19 @@ def test_new_weights_go_to_sglang_through_a_bucket(model: str):
     assert rows(whole, "broadcast")["sync bucket"] == 2 * PARAMETERS
     kept = plan(setting(model, engine=SGLangEngine(), schedule=Schedule(keep_engine_weights=True)))
     assert rows(kept, "train")["engine weights"] == 2 * PARAMETERS
+
+
+def test_a_gathered_stream_takes_the_bucket_that_came_what_is_made_of_it_and_the_next_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gathering, "BUCKET", 100)
+    assert gathering.most([]) == 0
+    assert gathering.most([40, 40]) == 2 * 80
+    assert gathering.most([40, 40, 40, 150, 10]) == max(2 * 80 + 40, 40 + 150, 150 + 10, 10)
+    assert gathering.most([30, 150, 120, 30, 30]) == max(30 + 150, 150 + 120, 120 + 60, 2 * 60)
+    monkeypatch.setattr(steps, "BATCH", 50)
+    assert steps.streamed([40, 40, 40, 150, 10], 2) == 50 + 200
+    assert steps.streamed([40, 40], 2) == 2 * 80  # no more than there is, as it came and as it is made
+    assert steps.streamed([40, 40], 1) == 80
+    assert steps.streamed([40, 40, 40], 1) == 50 + 40
 
 
 def test_an_engine_that_wakes_is_compared_with_the_actor_which_is_gathered_for_it(model: str):

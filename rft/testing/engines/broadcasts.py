@@ -51,12 +51,14 @@ class Sender(ScriptedTrainer):
         super().__init__(Faults())
         self.module = module
 
-    def manifest(self) -> tuple[TensorSpec, ...]:
-        """Of the module's weights."""
+    def manifest(self, dtype: torch.dtype | None = None) -> tuple[TensorSpec, ...]:
+        """Of the module's weights, which come exact."""
+        del dtype
         return tuple(TensorSpec(name=name, shape=tuple(given.shape), dtype=given.dtype) for name, given in weights(self.module).items())
 
-    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """The module's weights."""
+        del dtype
         yield from weights(self.module).items()
 
     @torch.no_grad()

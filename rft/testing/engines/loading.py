@@ -75,6 +75,11 @@ class LoadingContract(Contract):
         assert received == engine.checksums()
         assert received == engine.load((name, tensor.double()) for name, tensor in rounded.items())
 
+    def test_what_it_casts_to_may_be_cast_before(self, engine: Engine, module: Any) -> None:
+        """A sender that casts first, so that fewer bytes travel, changes nothing."""
+        exact, dtype = {name: tensor.double() / 3 for name, tensor in weights(module).items()}, engine.casts_to or torch.float64
+        assert engine.load(iter(exact.items())) == engine.load((name, tensor.to(dtype)) for name, tensor in exact.items())
+
     def test_the_prefix_cache_ends_with_its_weights(self, engine: Engine, other: Any) -> None:
         """The prefix is long enough to be cached, and has just been computed with the old weights."""
         _ = engine.generate(requests(self.long), GREEDY)
