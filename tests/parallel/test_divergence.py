@@ -87,9 +87,11 @@ def raises_in_a_step(ended: Ended, who: int, ranks: int) -> None:
 
 
 def raises_between_steps(ended: Ended, who: int, ranks: int) -> None:
-    # A process takes seconds to end: torchrun, the listening thread or the deadline, whichever comes first.
-    ended.says("ended by SIGTERM|ended, since|RanksDiverged: not every rank came to compute_old_logprobs")
-    ended.says(rf"rank {who}: not here; last seen at generate_stale .* \(ValueError: this rank went astray\)")
+    # A process takes seconds to end: torchrun, the listening thread or the deadline, whichever comes first. Where the torchrun that
+    # keeps the store comes first, what the others said is gone with it.
+    left = "the store where the ranks meet is gone" not in ended.output
+    ended.says("ended by SIGTERM|ended, since|RanksDiverged: (not every rank came to compute_old_logprobs|the store where)")
+    ended.says(rf"rank {who}: not here; last seen at generate_stale .* \(ValueError: this rank went astray\)" if left else "went astray")
     ended.says(*(rf"rank {rank}: compute_old_logprobs .*; waits there for the others" for rank in range(ranks) if rank != who))
 
 
