@@ -125,8 +125,9 @@ def breached(engine: Engine, sender: Sender, breach: Breach) -> Generator[None]:
         yield
 
 
-def _stream(module: Any, breach: Breach) -> Iterator[tuple[str, Tensor]]:
+def _stream(module: Any, breach: Breach, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Every fault is in the middle: something has come before, and more is to come."""
+    del dtype
     whole = weights(module)
     middle = len(whole) // 2
     for number, (name, tensor) in enumerate(whole.items()):
