@@ -38,7 +38,9 @@ def use(
 
         state, reference = use(state, REFERENCE, lambda s: reference_logprobs(s, rollouts))
 
-    A role that is on the device already is refused, since it would not stay there: observe it directly.
+    A role that is on the device already is refused, since it would not stay there: observe it directly. `observe` may only observe: a
+    transition inside uses up the state that is to be offloaded. Where it raises, the role stays on the device, and
+    `state = offload(living(state), role)` leads on.
     """
     there = reload(state, role)
     value = observe(there)

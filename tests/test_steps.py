@@ -299,6 +299,14 @@ def test_rollouts_older_than_max_lag_are_refused(begun: State, lag: int) -> None
     assert rft.compute_old_logprobs(state, rollouts, max_lag=lag).old.version == lag
 
 
+def test_a_rank_without_prompts_has_nothing_that_is_too_old(begun: State) -> None:
+    state, rollouts = with_old(begun)
+    state = rft.broadcast(rft.finish_batch(trained(state, rollouts)))
+    none = rft.generate(state, scripted_prompts(0), SAMPLING)
+    assert len(none) == 0
+    assert rft.compute_old_logprobs(rft.sleep(state), none).old.version == 1
+
+
 def test_stale_generation_is_refused_beyond_its_lag_and_carries_its_version(begun: State) -> None:
     state, rollouts = with_old(begun)
     state = trained(trained(state, rollouts), rollouts)

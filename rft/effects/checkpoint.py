@@ -52,8 +52,8 @@ def save(state: RuntimeState[Any, Any, Any, Any], folder: Path, run: object, kee
     """Writes a checkpoint, and removes those older than the newest `keep`."""
     runtime = runtime_of(state)
     with runtime.lockstep.agreement():
-        if keep < 1:
-            raise BadInput(f"{SAVE}: keep must be at least 1, got {keep}")
+        if type(keep) is not int or keep < 1:
+            raise BadInput(f"{SAVE}: keep must be an int of at least 1, got {keep!r}")
         plain = values.to_plain(run)
     _require_alike(runtime, plain)
     partial = _on_rank_0(runtime, f"{SAVE}: {UNWRITTEN}", lambda: folders.begin(folder, state.version))

@@ -74,7 +74,7 @@ def _check(call: str, state: RuntimeState[Any, Any, Any, Any], rollouts: Sequenc
     if len({r.batch for r in rollouts}) < len(rollouts):
         raise WrongBatch(f"{call}(state, *rollouts): the same batch was given twice: {', '.join(r.batch for r in rollouts)}")
     for r in rollouts:
-        if state.version - r.version > max_lag:
+        if r.sampled.any() and state.version - r.version > max_lag:  # a rank that had no prompts has nothing that is stale
             raise TooStale(
                 f"{call}(state, *rollouts, max_lag={max_lag}): batch {r.batch} was sampled from version {r.version}, and the Actor is at "
                 f"{state.version}; sample anew, or allow a larger max_lag (with a correction in the objective)"

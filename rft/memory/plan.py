@@ -108,7 +108,7 @@ def plan(setting: Setting) -> Plan:
         phases=tuple(Phase(name, _fullest(moments)) for name, moments in _phases(cast).items()),
         device_bytes=setting.device_bytes,
         host=_host(cast),
-        ranks_per_host=setting.ranks_per_host or setting.world_size,
+        ranks_per_host=setting.world_size if setting.ranks_per_host is None else setting.ranks_per_host,
         host_bytes=None if setting.host_gib is None else int(setting.host_gib * (1 << 30)),
     )
 

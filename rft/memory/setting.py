@@ -1,6 +1,7 @@
 """What a plan is made of: the runtime of a job, what its loop does with it, and the machine."""
 
 import dataclasses as dc
+import math
 
 from rft.errors import BadInput
 from rft.memory.steps import Work
@@ -53,10 +54,12 @@ class Setting:
 
     def __post_init__(self) -> None:
         at_least_one(self, "world_size", "prompts", "samples", "minibatches", "longest_prompt", "longest_response")
-        if self.device_gib <= 0 or (self.host_gib is not None and self.host_gib <= 0):
-            raise BadInput(f"device_gib and host_gib must be above 0, got {self.device_gib} and {self.host_gib}")
+        if not 0 < self.device_gib < math.inf or (self.host_gib is not None and not 0 < self.host_gib < math.inf):
+            raise BadInput(f"device_gib and host_gib must be above 0 and finite, got {self.device_gib} and {self.host_gib}")
         if self.world_size % self.launch.tensor_parallel:
             raise BadInput(f"tensor_parallel={self.launch.tensor_parallel} does not divide world_size={self.world_size}")
+        if self.ranks_per_host is not None and self.ranks_per_host < 1:
+            raise BadInput(f"ranks_per_host must be at least 1, got {self.ranks_per_host}")
         if self.ranks_per_host is not None and self.ranks_per_host % self.launch.tensor_parallel:
             both = f"tensor_parallel={self.launch.tensor_parallel} does not divide ranks_per_host={self.ranks_per_host}"
             raise BadInput(f"{both}: a TP group lies on one host")

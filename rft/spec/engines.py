@@ -86,10 +86,14 @@ class VLLMEngine:
         at_least_one(self, "max_model_len", "max_rows", "cache_bytes")
 
     def check(self, config: Any, tensor_parallel: int) -> None:
-        """Raises `BadInput` where TP does not divide the model's heads."""
+        """Raises `BadInput` where TP does not divide the model's heads, or can neither share nor repeat those of keys and values."""
         heads = int(config.num_attention_heads)
+        shared = int(getattr(config, "num_key_value_heads", None) or heads)
         if heads % tensor_parallel:
             raise BadInput(f"tensor_parallel={tensor_parallel} does not divide the model's {heads} attention heads")
+        if shared % tensor_parallel and tensor_parallel % shared:
+            both = f"tensor_parallel={tensor_parallel} and the model's {shared} heads of keys and values"
+            raise BadInput(f"{both}: one must be a multiple of the other")
 
     def build(self, model: ModelFolder, world: World) -> Engine:
         """Builds it. Raises `MissingEngine` with the line that installs vLLM, and as `check` does."""

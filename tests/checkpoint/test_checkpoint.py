@@ -125,8 +125,11 @@ def test_files_are_cut_where_they_grow_too_large(begun: State, tmp_path: Path, m
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(begun: State, tmp_path: Path) -> None:
     with refused(begun, BadInput, "run['objective'] is a builtins.function", "leave this out and make it anew"):
         _ = save(begun, tmp_path / "new", {"objective": rft.grpo()})
-    with refused(begun, BadInput, "keep must be at least 1, got 0"):
+    with refused(begun, BadInput, "keep must be an int of at least 1, got 0"):
         _ = save(begun, tmp_path / "new", None, keep=0)
+    half: Any = 1.5
+    with refused(begun, BadInput, "keep must be an int of at least 1, got 1.5"):
+        _ = save(begun, tmp_path / "new", None, keep=half)
     assert not (tmp_path / "new").exists()
 
 

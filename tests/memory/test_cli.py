@@ -93,6 +93,7 @@ TOGETHER = GOOD.replace("prompts = 2", "prompts = 2\nworld_size = 6").replace(
 REFUSED = [
     (("world_size = 6", "world_size = 3"), "tensor_parallel=2 does not divide world_size=3"),
     (("world_size = 6", "world_size = 6\nranks_per_host = 3"), "tensor_parallel=2 does not divide ranks_per_host=3"),
+    (("world_size = 6", "world_size = 6\nranks_per_host = 0"), "ranks_per_host must be at least 1, got 0"),
     (("tensor_parallel = 2", "tensor_parallel = 3\n"), "tensor_parallel=3 does not divide the model's 4 attention heads"),
     (('kind = "fsdp2"', 'kind = "fsdp2"\nshards = 4'), "shards=4 does not divide the world size 6"),
     (

@@ -1,4 +1,5 @@
 import dataclasses as dc
+import math
 from typing import Any
 
 import pytest
@@ -233,6 +234,7 @@ def test_a_setting_is_checked(model: str):
     for wrong, said in [
         ({"prompts": 0}, "prompts must be at least 1"),
         ({"device_gib": 0.0}, "above 0"),
+        ({"device_gib": math.inf}, "and finite"),
         ({"minibatches": 5}, "cannot be cut into 5"),
         ({"launch": dc.replace(good.launch, tensor_parallel=2)}, "tensor_parallel=2 does not divide world_size=1"),
     ]:
