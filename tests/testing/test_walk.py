@@ -162,7 +162,7 @@ EFFECTS: dict[str, tuple[types.ModuleType, str, str]] = {
         'with runtime.ledger.irreversible("runtime"):\n        runtime.engine.sleep(weights)',
     ),
     "rollouts of a version too new": (rollout, "    version = state.weights.version\n", "    version = state.version\n"),
-    "a lag that nobody checks": (scoring, "if state.version - r.version > max_lag:", "if False:"),
+    "a lag that nobody checks": (scoring, "state.version - r.version > max_lag:", "False:"),
     "old log-probs that are scaled": (scoring, "or 1.0, r.images) for r", "or 1.0, r.images) * 1.5 for r"),
     "old log-probs of another source": (scoring, 'values=r.logprobs if source == "engine" else None', "values=r.logprobs * 0.5"),
     "old log-probs that name another version": (

@@ -352,7 +352,7 @@ def metrics(world: World) -> Any:
 def failing_objective(world: World) -> Any:
     """One that fails at once, on the last rank alone; a good step after it, beside a trainer that never saw it; one that fails later."""
     batch, old = share(world)
-    hurt, well = build(world, micro_batch_tokens=30), build(world, micro_batch_tokens=30)
+    hurt, well = build(world, micro_batch_tokens=1), build(world, micro_batch_tokens=1)  # several micro-batches, on four ranks too
     calls: list[int] = []
 
     def at_once(new: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
