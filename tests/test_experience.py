@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import rft
+from rft.engines.protocol import Request
 from rft.errors import BadInput, ShapeError
 from rft.parallel.seeds import seed_of
-from rft.testing import SAMPLING, scripted_launch, scripted_minibatch, scripted_prompts
+from rft.testing import SAMPLING, scripted_devices, scripted_launch, scripted_minibatch, scripted_prompts
 from tests.refusals import State, sampled, trained, with_old
 
 
@@ -281,13 +282,15 @@ def test_rows_of_several_rollouts_are_assembled_to_rollouts_of_their_own() -> No
 
 
 def test_rollouts_are_the_prompts_tokens_and_then_the_sampled_ones_and_nothing_else(ready: State) -> None:
-    prompts = scripted_prompts(3)
+    prompts, engine = scripted_prompts(3), scripted_devices(ready).engine
+    assert engine is not None
     rollouts = rft.generate(ready, prompts, SAMPLING)
     assert len(rollouts) == 6
     for row in range(6):
         prompt = prompts.tokens[row // 2][prompts.mask[row // 2]].tolist()
-        seed = seed_of(run=3, epoch=0, prompt=row // 2, draw=0, sample=row % 2)
-        response, finish = scripted_response(prompt, seed)
+        request = Request(tokens=tuple(prompt), seed=seed_of(run=3, epoch=0, prompt=row // 2, draw=0, sample=row % 2))
+        (completion,) = engine.generate([request], SAMPLING)
+        response, finish = list(completion.tokens), completion.finish
         length = len(prompt) + len(response)
         assert rollouts.tokens[row, :length].tolist() == prompt + response
         assert rollouts.tokens[row, length:].tolist() == [0] * (rollouts.tokens.shape[1] - length)
@@ -302,16 +305,8 @@ def test_rollouts_are_the_prompts_tokens_and_then_the_sampled_ones_and_nothing_e
     assert not rollouts.logprobs[~rollouts.sampled].any()
 
 
-def scripted_response(prompt: list[int], seed: int) -> tuple[list[int], str]:
-    """What the scripted engine says: (seed + 7 · position) mod 11, until a 0 or three tokens."""
-    response: list[int] = []
-    while len(response) < SAMPLING.max_new_tokens and 0 not in response:
-        response.append((seed + 7 * (len(prompt) + len(response))) % 11)
-    return response, "stop" if response[-1] == 0 else "length"
-
-
 def test_a_response_that_was_cut_off_has_no_end_that_it_never_sampled(ready: State) -> None:
-    rollouts = rft.generate(ready, scripted_prompts(12), SAMPLING)
+    rollouts = rft.generate(ready, scripted_prompts(60), SAMPLING)
     assert set(rollouts.finish) == {"stop", "length"}
     for row, finish in enumerate(rollouts.finish):
         response = rollouts.tokens[row][rollouts.sampled[row]].tolist()
