@@ -49,7 +49,10 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
         _ = stack.callback(trainer.close)
         beside = _beside(spec, model, world, trainer, lockstep, stack)
         _ = stack.push(lockstep.close)
-        yield Runtime(spec=spec, model=model, world=world, trainer=trainer, engine=engine, lockstep=lockstep, beside=beside)
+        narrows = lockstep.gather({} if engine is None else dict(engine.narrows))
+        yield Runtime(
+            spec=spec, model=model, world=world, trainer=trainer, engine=engine, lockstep=lockstep, beside=beside, narrows=narrows
+        )
 
 
 def _found(spec: LaunchSpec) -> ModelFolder:

@@ -16,6 +16,7 @@ from rft.effects.budget import require_room, sync_bucket
 from rft.effects.runtime import Runtime, runtime_of
 from rft.engines.protocol import AdapterEngine
 from rft.errors import SyncFailed
+from rft.narrow import UNCUT, Narrows, shape_in
 from rft.state import Awake, Fresh, OnDevice, RuntimeState
 from rft.trainers.protocol import Adapted, Sending
 
@@ -27,6 +28,7 @@ class _Delivery:
     sent: Sending
     load: Callable[[Iterator[tuple[str, Tensor]]], Mapping[str, int]]
     checksums: Callable[[], Mapping[str, int]]
+    narrows: Narrows
 
 
 def broadcast(state: RuntimeState[Any, Any, Any, Any]) -> Fresh:
@@ -42,7 +44,7 @@ def broadcast(state: RuntimeState[Any, Any, Any, Any]) -> Fresh:
             runtime.engine.wake_weights()
         for each in deliveries:
             with runtime.lockstep.agreement():
-                received = each.load(_as_promised(each.sent))
+                received = each.load(_as_promised(each.sent, each.narrows))
             with runtime.lockstep.agreement():
                 _compare(received, each.checksums())
         runtime.engine.flush()
@@ -57,11 +59,12 @@ def _deliveries(runtime: Runtime) -> list[_Delivery]:
     """All weights; or, for an engine that holds an adapter apart from its base, the adapter, after the base where that is gone."""
     engine, trainer, dtype = runtime.engine, runtime.trainer, runtime.engine.casts_to
     if not isinstance(engine, AdapterEngine):
-        whole = Sending(manifest=trainer.manifest(dtype), tensors=trainer.stream_weights(dtype))
-        return [_Delivery(sent=whole, load=engine.load, checksums=engine.checksums)]
+        whole = Sending(manifest=trainer.manifest(dtype), tensors=trainer.stream_weights(dtype, runtime.narrows))
+        own = runtime.narrows[runtime.world.rank] if runtime.narrows else UNCUT
+        return [_Delivery(sent=whole, load=engine.load, checksums=engine.checksums, narrows=own)]
     assert isinstance(trainer, Adapted)
-    adapter = _Delivery(sent=trainer.adapter(), load=engine.load_adapter, checksums=engine.adapter_checksums)
-    base = [] if engine.has_base else [_Delivery(sent=trainer.base(dtype), load=engine.load, checksums=engine.checksums)]
+    adapter = _Delivery(sent=trainer.adapter(), load=engine.load_adapter, checksums=engine.adapter_checksums, narrows=UNCUT)
+    base = [] if engine.has_base else [_Delivery(sent=trainer.base(dtype), load=engine.load, checksums=engine.checksums, narrows=UNCUT)]
     return [*base, adapter]
 
 
@@ -80,14 +83,15 @@ def _require_room(state: RuntimeState[Any, Any, Any, Any], runtime: Runtime) -> 
     require_room("broadcast(state)", state, adding)
 
 
-def _as_promised(sent: Sending) -> Iterator[tuple[str, Tensor]]:
-    """The stream, held against the manifest. It is exhausted in any case, since it contains collectives."""
+def _as_promised(sent: Sending, narrows: Narrows) -> Iterator[tuple[str, Tensor]]:
+    """The stream, held against the manifest, and what is taken here. It is exhausted in any case, since it contains collectives."""
     problem = None
     promised = iter(sent.manifest)
     for name, tensor in sent.tensors:
         spec = next(promised, None)
-        if problem is None and (spec is None or (spec.name, spec.shape, spec.dtype) != (name, tuple(tensor.shape), tensor.dtype)):
-            problem = f"{name} {tuple(tensor.shape)} {tensor.dtype} was streamed where the manifest has {spec}"
+        expected = spec and (spec.name, shape_in(narrows, spec.name, spec.shape), spec.dtype)
+        if problem is None and expected != (name, tensor.shape, tensor.dtype):
+            problem = f"{name} {tuple(tensor.shape)} {tensor.dtype} was streamed where the manifest has {expected}"
         if problem is None:
             yield name, tensor
         del tensor  # the reader may have let go of it, and the next one needs memory

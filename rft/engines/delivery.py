@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rft.errors import SyncFailed
 from rft.models import auto_class, kind_of, stored_names
+from rft.narrow import UNCUT, Narrows, shape_in
 
 Names = tuple[str, ...]
 """All names of one tensor; the first stands for it."""
@@ -44,9 +45,10 @@ def common_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
 
 @contextlib.contextmanager
 def delivery(
-    tensors: Iterator[tuple[str, Tensor]], shapes: Mapping[Names, torch.Size], engine: str
+    tensors: Iterator[tuple[str, Tensor]], shapes: Mapping[Names, torch.Size], engine: str, narrows: Narrows = UNCUT
 ) -> Generator[Iterator[tuple[str, Tensor]]]:
-    """The tensors of a stream that belong to the set, under the names that they came with.
+    """The tensors of a stream that belong to the set, under the names that they came with; of each what `narrows` takes of it, whether
+    that comes or all of it.
 
     On leaving, the stream is exhausted in any case, since other ranks take part in it. Raises `SyncFailed` then that names what is
     unknown, of a wrong shape, or has not come.
@@ -60,10 +62,12 @@ def delivery(
             expected = missing.pop(first.get(name, ""), None)
             if expected is None:
                 problems.append(f"{name} {'came twice' if name in first else 'is not known'}")
-            elif expected != tensor.shape:
-                problems.append(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(expected)}")
-            else:
+            elif tensor.shape == shape_in(narrows, name, expected):
                 yield name, tensor
+            elif tensor.shape == expected:
+                yield name, narrows[name].of(tensor)
+            else:
+                problems.append(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(expected)}")
             del tensor  # the reader may have let go of it, and the next one needs memory
 
     try:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rft.experience import Finish, Sampling
 from rft.images import Images
+from rft.narrow import Narrows
 
 Keeping = Literal["release", "keep"]
 WHOLE = "*"
@@ -59,6 +60,8 @@ class Engine(Protocol):
     casts_to: torch.dtype | None
     """That `load` casts whatever it is given to before anything else, so that a stream in it arrives with the same bits as an exact one.
     None: not everything to the same dtype, or there is more to its loading than casting."""
+    narrows: Narrows
+    """What this rank takes of the tensors that it does not take whole, its slices under TP; under every name that a tensor has."""
     max_model_len: int
     """Longest prompt and response together, in tokens."""
     keeps: Literal["device", "host"] | None
@@ -84,10 +87,12 @@ class Engine(Protocol):
         ...
 
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> Mapping[str, int]:
-        """Installs a whole set of named, full (unsharded) tensors of any float dtype, casting them, and finishes loading once.
+        """Installs a whole set of named tensors of any float dtype, casting them, and finishes loading once.
 
-        Returns the checksums of what was received, as cast and as far as this rank holds it (under TP, its slices): what
-        `checksums` gives where everything arrived. The iterator may contain collectives: it is exhausted, also on an error.
+        Each is full (unsharded), or what `narrows` takes of it.
+
+        Returns the checksums of what was received, as cast and as far as this rank holds it: what `checksums`
+        gives where everything arrived. The iterator may contain collectives: it is exhausted, also on an error.
         Raises `SyncFailed` for names that it does not know or did not get.
         """
         ...

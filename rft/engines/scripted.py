@@ -18,6 +18,7 @@ from rft.engines.requests import check_requests
 from rft.engines.sampling import uniforms
 from rft.errors import EngineFailed
 from rft.experience import Sampling
+from rft.narrow import UNCUT
 from rft.ops.checksum import checksum
 
 VOCABULARY = 11
@@ -48,6 +49,7 @@ class ScriptedEngine:
     name = "scripted"
     dtype = torch.float32
     casts_to: torch.dtype | None = None
+    narrows = UNCUT
     max_model_len = 256
 
     def __init__(

@@ -26,6 +26,7 @@ from rft.engines.sglang_group import Group
 from rft.errors import BadInput, EngineFailed
 from rft.experience import Sampling
 from rft.models import ModelFolder
+from rft.narrow import UNCUT
 from rft.parallel.world import World
 from rft.spec import SGLangEngine
 
@@ -59,6 +60,7 @@ class SGLang:
         self._shapes = shapes_of(model.config)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.casts_to: torch.dtype | None = self.dtype  # as it is put into a bucket
+        self.narrows = UNCUT  # its own loading cuts
         self.max_model_len = spec.max_model_len
         self._group = Group(world, lambda addresses: sglang_options.settings(spec, model, world, addresses), timeout_s=spec.start_timeout_s)
         self._bucket = needed(self._shapes.values(), self.dtype, spec.bucket_bytes)

@@ -14,6 +14,7 @@ from rft.engines.stopping import StopStrings
 from rft.errors import EngineFailed, MissingEngine
 from rft.experience import Sampling
 from rft.models import ModelFolder, attention_of, auto_class, reading_weights
+from rft.narrow import UNCUT
 from rft.ops.transfer import standing, transfer
 from rft.parallel.world import World
 from rft.seeing import eyes
@@ -54,6 +55,7 @@ class Transformers:
         self._slots = self._taken(module)
         self._shapes = {names: tensor.shape for names, tensor in self._slots.items()}
         self.casts_to = common_dtype(self._slots.values())
+        self.narrows = UNCUT
         self._by_name = {name: tensor for names, tensor in self._slots.items() for name in names}
         self._names = tuple(names[0] for names in self._slots)
         self._vocab, self._eyes = int(module.get_input_embeddings().weight.shape[0]), eyes(module)

@@ -153,7 +153,7 @@ class VLLM:
         self._shapes = shapes_of(model.config)
         self._sync = choose_sync(started.worker, self._shapes, getattr(torch, spec.dtype), plain=started.plain)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
-        self.casts_to = self._sync.casts_to
+        self.casts_to, self.narrows = self._sync.casts_to, self._sync.narrows
         self.max_model_len = spec.max_model_len
         self.keeps: Literal["device", "host"] | None = started.memory.keeps
         self.sync_path = self._sync.path
@@ -205,7 +205,7 @@ class VLLM:
     @torch.inference_mode()
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> Mapping[str, int]:
         """Installs by the plan or by vLLM's reload. Raises `SyncFailed` that names what is missing, unknown or of a wrong shape."""
-        with delivery(tensors, self._shapes, self.name) as stream:
+        with delivery(tensors, self._shapes, self.name, self.narrows) as stream:
             self._need_weights("load")
             self._loaded = False
             received = self._sync.install(stream)

@@ -10,6 +10,7 @@ from torch import Tensor
 from rft.engines.delivery import Names
 from rft.engines.plan import Load, NoPlan, Plan, record
 from rft.engines.protocol import WHOLE
+from rft.narrow import UNCUT
 from rft.ops.checksum import checksum
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class PlanSync:
 
     def __init__(self, plan: Plan, names: tuple[str, ...]) -> None:
         self._plan, self._names = plan, names
-        self.casts_to = plan.casts_to
+        self.casts_to, self.narrows = plan.casts_to, plan.narrows
 
     def install(self, tensors: Iterator[tuple[str, Tensor]]) -> Mapping[str, int]:
         """Returns the checksums of what came, cast, as far as this rank holds it."""
@@ -51,6 +52,7 @@ class ReloadSync:
     path: Literal["plan", "reload"] = "reload"
     casts_to: torch.dtype | None = None
     """What packs or quantises is given what is exact."""
+    narrows = UNCUT
 
     def __init__(self, worker: "Worker") -> None:
         self._worker = worker

@@ -1,7 +1,7 @@
 """The Actor, over any backend: what scores rows, learns from them, and gives its weights away."""
 
 import dataclasses as dc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from rft.experience import Minibatch
 from rft.images import RowImages
 from rft.models import ModelFolder
+from rft.narrow import Narrows
 from rft.objectives import Objective, TokenScores
 from rft.trainers import hugging_face
 from rft.trainers.backend import Backend
@@ -37,9 +38,9 @@ class Actor(Holder):
         named = self._backend.root.named().items()
         return tuple(TensorSpec(name=n, shape=tuple(shape_of(t)), dtype=comes_in(t, dtype)) for n, t in named)
 
-    def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(self, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer`."""
-        return self._backend.whole(dtype=dtype)
+        return self._backend.whole(dtype=dtype, narrows=narrows)
 
     def export(self, path: Path) -> None:
         """See `Trainer`."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rft.trainers.gathering import even_bounds
+from rft.trainers.pieces import even_bounds
 from rft.trainers.protocol import Part
 from rft.trainers.shelf import key
 

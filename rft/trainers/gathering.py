@@ -1,84 +1,64 @@
-"""Full tensors of a sharded model, a bucket at a time.
+"""Tensors of a sharded model, in full or as far as each rank wants them, a bucket at a time.
 
-The ranks' parts of a bucket travel in one all-gather, packed behind one another; and before a bucket is read the next one is on its way.
+The ranks' parts of a bucket travel together, packed behind one another: in one all-gather where every rank wants all, in one all-to-all
+where some want less. And before a bucket is read the next one is on its way.
 On CUDA collectives run on a stream of their own, which the reader's waits for where it must; on a CPU they run in threads.
 """
 
-import dataclasses as dc
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rft.narrow import UNCUT, Narrows, narrowed
+from rft.trainers.exchange import Exchanged, is_cut_for
+from rft.trainers.pieces import Gathering, Piece, copy_each, end, even_bounds, slot
+
 BUCKET = 256 << 20
 """Bytes of full tensors that travel together; a larger tensor has a bucket to itself."""
-ALIGNMENT = 16
-"""Bytes: each part of a bucket begins at a multiple, where numbers of any dtype can be read, many at once."""
 
 # The same collective by the name that newer PyTorch gives it, or the one that it deprecates.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
-# Many copies in a few launches on a CUDA device.
-_copy_each: Any = getattr(torch, "_foreach_copy_")  # noqa: B009
 
 T = TypeVar("T")
 Shard = tuple[str, tuple[int, ...], Tensor]
 """Name, full shape, and this rank's part: chunk number `rank` of dimension 0, as `torch.chunk` over the group cuts it."""
-Bounds = tuple[tuple[int, int], ...]
-"""Of each rank's stretch of a tensor laid out flat: its first number, and the one after its last."""
+Way = Literal["packed", "exchanged", "scattered"]
 
 
-@dc.dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A tensor laid out flat, of which each rank holds a stretch."""
-
-    name: str
-    shape: torch.Size
-    bounds: Bounds
-    own: Tensor
-    """This rank's stretch, wherever it lies."""
-
-
-@dc.dataclass(frozen=True, kw_only=True)
-class Gathering:
-    """The ranks that hold the parts of one model between them, and where the whole is to be. `group`: None is all ranks."""
-
-    group: Any
-    size: int
-    device: torch.device
-
-    def dtype_of(self, held: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-        """In which a tensor comes whose reader will cast it to `wanted`: in that one, if it travels, and has fewer bytes to carry then."""
-        smaller = wanted is not None and held.is_floating_point and wanted.itemsize < held.itemsize
-        return wanted if wanted is not None and smaller and self.size > 1 else held
-
-
-def gathered(shards: Sequence[Shard], among: Gathering, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def gathered(
+    shards: Sequence[Shard], among: Gathering, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()
+) -> Iterator[tuple[str, Tensor]]:
     """Every tensor in full, on this rank's device, in memory of its own; in the dtype that `Gathering.dtype_of` tells, rounded as a cast
-    of the whole would be. Collective: exhaust it on every rank. A reader that stops earlier leaves nothing on its way.
+    of the whole would be. Or, where `narrows` has an entry for this rank, that part of it. Collective: exhaust it on every rank. A
+    reader that stops earlier leaves nothing on its way.
 
     On one rank nothing is copied, and the part itself is given, wherever it lies.
     """
-    return assembled([_rows(shard, among.size) for shard in shards], among, dtype)
+    return assembled([_rows(shard, among.size) for shard in shards], among, dtype, narrows)
 
 
-def assembled(pieces: Sequence[Piece], among: Gathering, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def assembled(
+    pieces: Sequence[Piece], among: Gathering, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()
+) -> Iterator[tuple[str, Tensor]]:
     """As `gathered`, of stretches."""
+    wanted = among.of(narrows)
     if among.size == 1:
-        yield from ((piece.name, piece.own.view(piece.shape)) for piece in pieces)
+        yield from narrowed(((piece.name, piece.own.view(piece.shape)) for piece in pieces), wanted[0])
         return
-    coming: _Packed | _Scattered | None = None
+    own, coming = wanted[dist.get_rank(among.group)], None
     try:
-        for bucket in _alike(pieces, lambda piece: piece.shape.numel() * among.dtype_of(piece.own.dtype, dtype).itemsize):
-            present, coming = coming, _sent(bucket, among, dtype)
+        for way, bucket in _alike(pieces, wanted, lambda piece: piece.shape.numel() * among.dtype_of(piece.own.dtype, dtype).itemsize):
+            present, coming = coming, _sent(way, bucket, among, dtype, wanted)
             if present is not None:
-                yield from _whole(present)
+                yield from _read(present, own)
                 present = None  # its memory goes before the next bucket takes any
         if coming is not None:
-            yield from _whole(coming)
+            yield from _read(coming, own)
     finally:
         if coming is not None:
             coming.wait()
@@ -90,12 +70,6 @@ def most(sizes: Sequence[int]) -> int:
     buckets = [(sum(bucket), 1 if len(bucket) == 1 else 2) for bucket in _buckets(sizes, lambda size: size)]
     coming = [*(size for size, _ in buckets[1:]), 0]
     return max((size * copies + following for (size, copies), following in zip(buckets, coming, strict=False)), default=0)
-
-
-def even_bounds(count: int, ranks: int, each: int | None = None) -> Bounds:
-    """Stretches of `count` numbers, all of one length (`each`) but the last ones, as `torch.chunk` cuts."""
-    each = -(-count // ranks) if each is None else each
-    return tuple((min(rank * each, count), min((rank + 1) * each, count)) for rank in range(ranks))
 
 
 def _rows(shard: Shard, ranks: int) -> Piece:
@@ -111,10 +85,17 @@ def _is_even(piece: Piece) -> bool:
     return piece.bounds == even_bounds(count, ranks, each) and each * ranks < 2 * count
 
 
-def _alike(pieces: Sequence[Piece], size: Callable[[Piece], int]) -> Iterator[list[Piece]]:
-    """Buckets of pieces that are cut in the same way."""
-    for _, same in itertools.groupby(pieces, key=_is_even):
-        yield from _buckets(list(same), size)
+def _way(piece: Piece, wanted: Sequence[Narrows]) -> Way:
+    if any(wanted) and is_cut_for(piece, wanted):
+        return "exchanged"
+    return "packed" if _is_even(piece) else "scattered"
+
+
+def _alike(pieces: Sequence[Piece], wanted: Sequence[Narrows], size: Callable[[Piece], int]) -> Iterator[tuple[Way, list[Piece]]]:
+    """Buckets of pieces that go in the same way."""
+    ways: list[tuple[Way, Piece]] = [(_way(piece, wanted), piece) for piece in pieces]
+    for way, same in itertools.groupby(ways, key=lambda each: each[0]):
+        yield from ((way, bucket) for bucket in _buckets([piece for _, piece in same], size))
 
 
 def _buckets(items: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
@@ -130,15 +111,17 @@ def _buckets(items: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
         yield bucket
 
 
-def _sent(bucket: Sequence[Piece], among: Gathering, dtype: torch.dtype | None) -> "_Packed | _Scattered":
+def _sent(way: Way, bucket: Sequence[Piece], among: Gathering, dtype: torch.dtype | None, wanted: Sequence[Narrows]) -> "_Bucket":
     dtypes = [among.dtype_of(piece.own.dtype, dtype) for piece in bucket]
-    return (_Packed if _is_even(bucket[0]) else _Scattered)(bucket, dtypes, among)
+    if way == "exchanged":
+        return Exchanged(bucket, dtypes, among, wanted)
+    return (_Packed if way == "packed" else _Scattered)(bucket, dtypes, among)
 
 
-def _whole(bucket: "_Packed | _Scattered") -> Iterator[tuple[str, Tensor]]:
+def _read(bucket: "_Bucket", own: Narrows) -> Iterator[tuple[str, Tensor]]:
     bucket.wait()
     names, tensors = [piece.name for piece in bucket.pieces], deque(bucket.tensors())
-    yield from ((name, tensors.popleft()) for name in names)
+    yield from narrowed(((name, tensors.popleft()) for name in names), UNCUT if isinstance(bucket, Exchanged) else own)
 
 
 class _Packed:
@@ -147,15 +130,15 @@ class _Packed:
     def __init__(self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype], among: Gathering) -> None:
         self.pieces, self._dtypes = pieces, dtypes
         self._stretches = [piece.bounds[0][1] * dtype.itemsize for piece, dtype in zip(pieces, dtypes, strict=True)]
-        self._slots = [-(-max(size, 1) // ALIGNMENT) * ALIGNMENT for size in self._stretches]
+        self._slots = [slot(size) for size in self._stretches]
         self._bytes = torch.empty(among.size, sum(self._slots), dtype=torch.uint8, device=among.device)
         own = self._bytes[dist.get_rank(among.group)]
-        self._pack(own, among.device)
+        self._pack(own)
         self._works: list[Any] = [_all_gather(self._bytes.view(-1), own, group=among.group, async_op=True)]
 
     def wait(self) -> None:
-        """Until everything has arrived; on CUDA the stream that computes waits, not the host. Idempotent."""
-        _end(self._works)
+        """Until everything has arrived; see `pieces.end`. Idempotent."""
+        end(self._works)
 
     def tensors(self) -> list[Tensor]:
         """The whole tensors, once: what came is let go. A single one lies as it should already."""
@@ -165,14 +148,13 @@ class _Packed:
             slots = [came.new_empty(len(came), size) for size in self._slots]
             torch.split_with_sizes_copy(came, self._slots, dim=1, out=slots)
         each = zip(self.pieces, self._dtypes, self._stretches, slots, strict=True)
-        return [_joined(slot, stretch, dtype)[: piece.shape.numel()].view(piece.shape) for piece, dtype, stretch, slot in each]
+        return [_joined(part, stretch, dtype)[: piece.shape.numel()].view(piece.shape) for piece, dtype, stretch, part in each]
 
-    def _pack(self, own: Tensor, device: torch.device) -> None:
-        """Casts and copies this rank's stretches to their slots, in one go."""
+    def _pack(self, own: Tensor) -> None:
+        """Casts and copies this rank's stretches to their slots."""
         each = zip(self.pieces, self._dtypes, own.split(self._slots), strict=True)
-        there = [(slot[: len(p.own) * dtype.itemsize].view(dtype), p.own) for p, dtype, slot in each if len(p.own)]
-        if there:
-            _copy_each([slot for slot, _ in there], [part.to(device, non_blocking=True) for _, part in there])
+        pairs = [(part[: len(p.own) * dtype.itemsize].view(dtype), p.own) for p, dtype, part in each if len(p.own)]
+        copy_each([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _joined(slots: Tensor, stretch: int, dtype: torch.dtype) -> Tensor:
@@ -190,7 +172,7 @@ class _Scattered:
 
     def wait(self) -> None:
         """As `_Packed.wait`."""
-        _end(self._works)
+        end(self._works)
 
     def tensors(self) -> list[Tensor]:
         """As `_Packed.tensors`."""
@@ -198,14 +180,11 @@ class _Scattered:
         return [tensor.view(piece.shape) for tensor, piece in zip(flat, self.pieces, strict=True)]
 
 
-def _end(works: list[Any]) -> None:
-    """Waits for what was begun, and forgets it: it holds the memory that it wrote to."""
-    while works:
-        works.pop(0).wait()
-
-
 def _sending(piece: Piece, flat: Tensor, among: Gathering) -> list[Any]:
-    stretches = [flat[first:end] for first, end in piece.bounds]
+    stretches = [flat[slice(*bounds)] for bounds in piece.bounds]
     _ = stretches[dist.get_rank(among.group)].copy_(piece.own)
     there = [(rank, stretch) for rank, stretch in enumerate(stretches) if len(stretch)]
     return [dist.broadcast(stretch, group=among.group, group_src=rank, async_op=True) for rank, stretch in there]
+
+
+_Bucket = _Packed | Exchanged | _Scattered

@@ -4,7 +4,7 @@ W is never written to. What is streamed and exported is added up anew each time,
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from rft.errors import BadInput
 from rft.images import RowImages
 from rft.models import ModelFolder
+from rft.narrow import UNCUT, Narrows, narrowed
 from rft.parallel.world import World
 from rft.spec import LoRA
 from rft.trainers import adapter, hugging_face
@@ -79,10 +80,10 @@ class LoRAActor(Actor):
         adapted = {name for name in named if adapter.parts_of(name)[0] in named}
         return tuple(self._spec(n, t, torch.float32 if n in adapted else t.dtype) for n, t in named.items() if not adapter.is_part(n))
 
-    def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See `Trainer`, and `manifest`."""
+    def stream_weights(self, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()) -> Iterator[tuple[str, Tensor]]:
+        """See `Trainer`, and `manifest`. All of a tensor is summed up before a part of it is given."""
         del dtype
-        return self._merged(self._backend.whole())
+        return narrowed(self._merged(self._backend.whole()), narrows[self.passes.world.rank] if narrows else UNCUT)
 
     def export(self, path: Path) -> None:
         """See `Trainer`: the model with the adapter added to it."""

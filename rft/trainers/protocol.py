@@ -4,7 +4,7 @@ Every verb is collective: all ranks of the training group call it together. A ba
 """
 
 import dataclasses as dc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rft.experience import Minibatch, Rollouts
 from rft.images import RowImages
+from rft.narrow import Narrows
 from rft.objectives import Objective, ValueObjective
 
 Part = Literal["model", "optimizer"]
@@ -144,8 +145,11 @@ class Trainer(Saved, Protocol):
         that checkpoints have."""
         ...
 
-    def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(self, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under their Hugging Face names, gathered one bucket at a time. Whoever holds one holds its memory, too.
+
+        `narrows` says of every rank, in rank order and the same on each of them, what is wanted of a tensor there instead: no rank is
+        then sent what it does not want, as far as the backend's layout allows.
 
         They come as exact as the trainer holds them. `dtype` says that the reader will cast them to it: what has to be sent from rank
         to rank may then be cast before, for fewer bytes, and comes with the bits that a cast afterwards would give.

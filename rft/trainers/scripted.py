@@ -3,7 +3,7 @@
 Each optimizer step adds 1 to every weight. It refuses to compute while it is offloaded, as a real one would crash.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from rft.engines.scripted import VOCABULARY, scripted_logprob
 from rft.errors import RoleError
 from rft.experience import Minibatch
 from rft.images import RowImages
+from rft.narrow import Narrows
 from rft.objectives import MicroBatch, Objective, TokenScores
 from rft.ops.metrics import read
 from rft.parallel.batches import totals
@@ -39,8 +40,9 @@ class ScriptedTrainer:
         self._pass("manifest", writes=False)
         return tuple(TensorSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in self.weights.items())
 
-    def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(self, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()) -> Iterator[tuple[str, Tensor]]:
         del dtype
+        assert not any(narrows), "an engine of three numbers takes them whole"
         for name, tensor in self.weights.items():
             self._pass("stream_weights", writes=False)
             yield name, tensor

@@ -4,20 +4,22 @@ The whole of a model is read by rank 0 alone; the others begin with parameters w
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from rft.narrow import UNCUT, Narrows, narrowed
 from rft.parallel.world import World
 from rft.trainers import hugging_face
 from rft.trainers.backend import Root, Wanted, every
-from rft.trainers.gathering import Gathering, gathered
+from rft.trainers.gathering import gathered
 from rft.trainers.gloo import GlooReduceScatter
 from rft.trainers.inputs import Inputs
 from rft.trainers.loading import read, sent
+from rft.trainers.pieces import Gathering
 from rft.trainers.shelf import Shelf
 from rft.trainers.slices import Slices, mesh
 
@@ -65,13 +67,15 @@ class Sharded:
         """See `Backend`."""
         return self._among.dtype_of(tensor.dtype, dtype if isinstance(tensor, torch.nn.Parameter) else None)
 
-    def whole(self, wanted: Wanted = every, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def whole(
+        self, wanted: Wanted = every, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
         """See `Backend`."""
         named = {n: t for n, t in self.root.named().items() if wanted(n)}
         parts = self._readable()
         shards = [(n, tuple(t.shape), parts[id(t)]) for n, t in named.items() if id(t) in parts]
-        yield from gathered(shards, self._among, dtype)
-        yield from self.buffers(wanted)
+        yield from gathered(shards, self._among, dtype, narrows)
+        yield from narrowed(self.buffers(wanted), narrows[self._world.rank] if narrows else UNCUT)
 
     def buffers(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
         """Every named tensor that is no parameter; each rank has all of it."""
@@ -97,7 +101,8 @@ class Sharded:
     @functools.cached_property
     def _among(self) -> Gathering:
         group: Any = self._mesh.get_group("shard") if self._count > 1 else None
-        return Gathering(group=group, size=self._count, device=self._world.device)
+        first = self._world.rank // self._count * self._count
+        return Gathering(group=group, size=self._count, device=self._world.device, first=first)
 
     def _shard(self, dtype: str, keep_gathered: bool) -> None:
         offload = CPUOffloadPolicy(pin_memory=self._world.device.type == "cuda") if self._on_host else OffloadPolicy()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rft.models import find_model
+from rft.narrow import shape_in
 from rft.ops.aggregation import Totals
 from rft.spec import FSDP2Trainer
 from rft.trainers.schedule import learning_rate
@@ -264,10 +265,23 @@ def test_tensors_cut_anyhow_are_put_together_bit_by_bit(seen: list[dict[str, Any
                 assert kind == "gathered" or (got["number"].shape, float(got["number"])) == (torch.Size(()), 2.5)
 
 
+def test_each_rank_gets_what_it_wants_of_a_tensor_and_no_more(seen: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(seen):
+        narrows = parcels.wanted(number)
+        for kind, whole in (("narrowed", "gathered"), ("narrowed stretches", "assembled")):
+            for key, got in rank["gathers"][kind].items():
+                all_of_it = rank["gathers"][whole][key]
+                assert list(got) == list(all_of_it)
+                assert {n: t.shape for n, t in got.items()} == {n: shape_in(narrows, n, t.shape) for n, t in all_of_it.items()}
+                assert same(got, {n: narrows[n].of(t) if n in narrows else t for n, t in all_of_it.items()})
+        cut = sum((narrows[name].of(tensor) if name in narrows else tensor).nbytes for name, tensor in parcels.tensors().items())
+        assert rank["gathers"]["arriving"] <= (cut + parcels.SLOTS * len(seen) if len(seen) > 1 else 0)
+
+
 def test_a_reader_that_stops_leaves_no_collective_behind(seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         for stop, result in zip(parcels.STOPS, rank["gathers"]["stopped"], strict=False):
-            assert result["names"] == [name for name in parcels.tensors() if name not in parcels.FEW][:stop]
+            assert result["names"] == parcels.many(len(seen))[:stop]
             assert sum(result["ahead"]) == len(result["ahead"]) - bool(stop)  # while one bucket is read, the next one is on its way
             assert all(result["waited"])
             assert len(result["waited"]) <= stop + 1

@@ -1,23 +1,28 @@
 """Tensors that are cut over ranks and put together again, for the ranks (`gathers`) and for the tests that compare what they got."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rft.narrow import Narrow, Narrows
 from rft.parallel.world import World
-from rft.trainers import gathering
-from rft.trainers.gathering import Gathering, Piece, assembled, gathered
+from rft.trainers import gathering, pieces
+from rft.trainers.gathering import assembled, gathered
+from rft.trainers.pieces import Gathering, Piece
 
 BUCKETS = (1, 700, 1 << 20)
 """A tensor at a time, a few, and all."""
 STOPS = (0, 1, 4)
 """Tensors after which a reader has enough."""
-FEW = ("one", "none")
-"""What has too few rows to be cut evenly."""
+
+
+SLOTS = 11 * pieces.ALIGNMENT
+"""Bytes that alignment may add to what a rank is sent by another."""
 
 
 def tensors() -> dict[str, Tensor]:
@@ -44,17 +49,54 @@ def tensors() -> dict[str, Tensor]:
 def gathers(world: World) -> Any:
     """What comes with buckets of all sizes, exact and cast; and what is left behind by readers that stop."""
     among = Gathering(group=None, size=world.size, device=world.device)
-    seen: dict[str, Any] = {"gathered": {}, "assembled": {}}
+    seen: dict[str, Any] = {"gathered": {}, "assembled": {}, "narrowed": {}, "narrowed stretches": {}}
+    narrows = [wanted(rank) for rank in range(world.size)]
     for bucket, dtype in itertools.product(BUCKETS, (None, torch.bfloat16)):
         with_bucket(bucket)
         seen["gathered"][bucket, dtype] = dict(gathered(chunks(world), among, dtype))
         seen["assembled"][bucket, dtype] = dict(assembled(stretches(world), among, dtype))
+        seen["narrowed"][bucket, dtype] = dict(gathered(chunks(world), among, dtype, narrows))
+        seen["narrowed stretches"][bucket, dtype] = dict(assembled(stretches(world), among, dtype, narrows))
+    flat = [chunk for chunk in chunks(world) if len(chunk[1]) < 3]
+    seen["arriving"] = arriving(lambda: dict(gathered(flat, among, None, narrows)))
     with_bucket(700)
-    even = [chunk for chunk in chunks(world) if chunk[0] not in FEW]
+    even = [chunk for chunk in chunks(world) if chunk[0] in many(world.size)]
     seen["stopped"] = [stopped(gathered(even, among), stop) for stop in STOPS if world.size > 1]
     seen["afterwards"] = dict(gathered(chunks(world), among))
     with_bucket(256 << 20)
     return seen
+
+
+def arriving(read: Callable[[], object]) -> int:
+    """Bytes that all-to-alls bring to this rank meanwhile; no all-gather brings any."""
+    sizes, real = list[int](), dist.all_to_all_single
+
+    def watched(there: Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(there.nbytes)
+        return real(there, *args, **options)
+
+    with mock.patch.object(dist, "all_to_all_single", watched), mock.patch.object(gathering, "_all_gather", None):
+        _ = read()
+    return sum(sizes)
+
+
+def many(ranks: int) -> list[str]:
+    """What has rows enough to be cut evenly: less padding than rows."""
+    return [name for name, whole in tensors().items() if -len(whole) % ranks < len(whole)]
+
+
+def wanted(rank: int) -> Narrows:
+    """What a rank wants: rows, columns, planes of a tensor with three dimensions, little and nothing; rank 1 all of one that others cut."""
+    asked = {
+        "rows": Narrow(1, rank % 4, rank % 4 + 2),
+        "odd": Narrow(0, 2 * (rank % 3), 2 * (rank % 3) + 3),
+        "deep": Narrow(1 + rank % 2, 1, 2),
+        "narrow": Narrow(0, 4, 5),
+        "large": Narrow(0, 10 * (rank % 4), 10 * (rank % 4) + 11),
+        "half": Narrow(1, rank % 3, rank % 3 + 1),
+        "count": Narrow(0, 3 + rank % 4, 3 + rank % 4),
+    }
+    return {name: narrow for name, narrow in asked.items() if (name, rank) != ("odd", 1)}
 
 
 def with_bucket(size: int) -> None:

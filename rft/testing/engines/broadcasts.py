@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses as dc
 import functools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 from unittest import mock
@@ -24,6 +24,7 @@ from rft.images import RowImages
 from rft.ledger import beginning
 from rft.loops import refresh
 from rft.models import ModelFolder
+from rft.narrow import Narrows
 from rft.parallel.lockstep import Lockstep
 from rft.parallel.world import World
 from rft.spec import LaunchSpec
@@ -56,9 +57,10 @@ class Sender(ScriptedTrainer):
         del dtype
         return tuple(TensorSpec(name=name, shape=tuple(given.shape), dtype=given.dtype) for name, given in weights(self.module).items())
 
-    def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The module's weights."""
+    def stream_weights(self, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()) -> Iterator[tuple[str, Tensor]]:
+        """The module's weights, whole."""
         del dtype
+        assert not narrows
         yield from weights(self.module).items()
 
     @torch.no_grad()
@@ -125,9 +127,9 @@ def breached(engine: Engine, sender: Sender, breach: Breach) -> Generator[None]:
         yield
 
 
-def _stream(module: Any, breach: Breach, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def _stream(module: Any, breach: Breach, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()) -> Iterator[tuple[str, Tensor]]:
     """Every fault is in the middle: something has come before, and more is to come."""
-    del dtype
+    del dtype, narrows
     whole = weights(module)
     middle = len(whole) // 2
     for number, (name, tensor) in enumerate(whole.items()):

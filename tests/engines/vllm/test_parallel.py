@@ -42,6 +42,7 @@ def test_greedy_tokens_are_those_of_one_rank(case: str, folders: dict[str, Path]
         assert [tuple(tokens) for tokens in found["greedy"]] == [greedy(module, prompt, 10) for prompt in PROMPTS]
         assert found["path"] == "plan"
         assert found["differ"] == ["model.norm.weight"]
+        assert found["comes"] == 1 if tensor_parallel == 1 else found["comes"] < 0.52  # of all numbers; halves, and norms
         assert found["weights"] < 1.2 / tensor_parallel * sum(p.nbytes for p in module.parameters())
 
 
