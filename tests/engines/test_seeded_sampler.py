@@ -11,18 +11,23 @@ from rft.experience import Sampling
 from rft.testing.engines import distribution as plainly
 
 MASK = 2**64 - 1
-WAYS = [Sampling(), Sampling(temperature=0.5), Sampling(top_k=7), Sampling(top_p=0.6), Sampling(temperature=2.0, top_k=20, top_p=0.8)]
+WAYS = [
+    Sampling(), Sampling(temperature=0.5), Sampling(top_k=7), Sampling(top_p=0.6), Sampling(min_p=0.1),
+    Sampling(temperature=2.0, top_k=20, top_p=0.8), Sampling(temperature=0.7, top_k=30, top_p=0.9, min_p=0.02),
+]  # fmt: skip
 
 
 def batch(ways: list[Sampling], vocab: int) -> Any:
     """As SGLang gives it to a sampler."""
     return SimpleNamespace(
         is_all_greedy=False,
+        need_min_p_sampling=any(way.min_p for way in ways),
         need_top_k_sampling=any(way.top_k for way in ways),
         need_top_p_sampling=any(way.top_p < 1 for way in ways),
         temperatures=torch.tensor([[way.temperature] for way in ways]),
         top_ks=torch.tensor([way.top_k or vocab for way in ways]),
         top_ps=torch.tensor([way.top_p for way in ways]),
+        min_ps=torch.tensor([way.min_p for way in ways]),
     )
 
 

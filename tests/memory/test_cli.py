@@ -73,7 +73,7 @@ WRONG = [
     (("prompts = 2", ""), "prompts: missing (Setting needs it)"),
     (("betas", "beta"), "launch.trainer.beta: there is no such key; there are betas, dtype, eps, "),
     (("prompts = 2", "prompt = 2"), "prompt: there is no such key; there are device_gib, host_gib, launch, longest_prompt"),
-    (('"vllm"', '"vlm"'), "launch.engine: kind is 'vlm'; write one of 'vllm', 'transformers', 'none'"),
+    (('"vllm"', '"vlm"'), "launch.engine: kind is 'vlm'; write one of 'vllm', 'sglang', 'transformers', 'none'"),
     (('kind = "fsdp2"', ""), "launch.trainer: kind is missing; write one of 'fsdp2', 'deepspeed'"),
     (('kind = "fsdp2"', 'kind = "fsdp2"\ndtype = "int8"'), "launch.trainer.dtype: input should be 'bfloat16' or 'float32', got 'int8'"),
     (("prompts = 2", "prompts = 0"), "Setting.prompts must be at least 1"),

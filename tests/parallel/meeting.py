@@ -129,7 +129,7 @@ def a_long_prompt_on_one_rank(world: World) -> Seen:
     with scripted_launch(world=world) as begun:
         ready = rft.refresh(begun)
         with untouched(ready, seen):
-            _ = rft.generate(ready, scripted_prompts(70 if world.rank else 2), SAMPLING)
+            _ = rft.generate(ready, scripted_prompts(300 if world.rank else 2), SAMPLING)
     return seen
 
 

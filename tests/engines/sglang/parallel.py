@@ -49,7 +49,7 @@ def run(folder: str, tensor_parallel: int, *, killed: bool) -> dict[str, Any]:
         old = state.old.batches[0].values
         found["gap"] = float((old - again.logprobs)[again.sampled].abs().max())
         state = rft.finish_batch(state)
-        found["probe"] = max(gap.largest for gap in rft.health(state).gaps)
+        found["probe"] = max(gap.largest for gap in rft.health(state).gaps if gap.of == "probe")
         if killed:
             found |= _killed(state, engine, prompts)
     found["all_gone"] = all_gone(started)
