@@ -236,11 +236,13 @@ def test_what_travels_may_be_cast_before_and_has_the_bits_of_a_cast_afterwards(
     model: str, seen: list[dict[str, Any]], models: Path
 ) -> None:
     stored = load_file(models / model / "model.safetensors")
-    for rank in seen:
+    for number, rank in enumerate(seen):
         result, dtype = rank["streams"][model], torch.bfloat16 if travels(rank["backend"], len(seen)) else torch.float32
         for kind in ("cast", "cast, small buckets", "cast, from host"):
             assert same(result[kind], {name: tensor.to(dtype) for name, tensor in stored.items()})
             assert {tensor.dtype for tensor in result[kind].values()} == {dtype}
+        cut = parcels.slices({name: tuple(tensor.shape) for name, tensor in stored.items()}, number)
+        assert same(result["cut"], {name: (cut[name].of(t) if name in cut else t).to(dtype) for name, t in stored.items()})
         listed = [(spec.name, spec.shape, spec.dtype) for spec in result["cast manifest"]]
         assert listed == [(name, tuple(tensor.shape), dtype) for name, tensor in result["cast"].items()]
 

@@ -1,7 +1,7 @@
 """Tensors that are cut over ranks and put together again, for the ranks (`gathers`) and for the tests that compare what they got."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -78,6 +78,12 @@ def arriving(read: Callable[[], object]) -> int:
     with mock.patch.object(dist, "all_to_all_single", watched), mock.patch.object(gathering, "_all_gather", None):
         _ = read()
     return sum(sizes)
+
+
+def slices(shapes: Mapping[str, tuple[int, ...]], rank: int) -> dict[str, Narrow]:
+    """What a TP rank of two reads of a model's tensors: columns of what goes back into the residual stream, and rows of the rest."""
+    cut = {name: (1 if "o_proj" in name or "down_proj" in name else 0, shape) for name, shape in shapes.items() if "norm" not in name}
+    return {name: Narrow(dim, rank % 2 * shape[dim] // 2, (rank % 2 + 1) * shape[dim] // 2) for name, (dim, shape) in cut.items()}
 
 
 def many(ranks: int) -> list[str]:

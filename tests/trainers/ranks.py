@@ -7,7 +7,7 @@ Every scene returns what it saw on this rank; the results of rank r with a backe
 
 import dataclasses as dc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from rft.errors import BadInput, NonFiniteGradient, RftError, RuntimePoisoned
 from rft.experience import Experience, Minibatch
 from rft.models import find_model
+from rft.narrow import Narrows
 from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals, grpo, supervised
 from rft.ops.metrics import maximum
 from rft.parallel.world import World, open_world
@@ -53,8 +54,8 @@ def later(mask: Tensor) -> Tensor:
     return mask & (torch.arange(mask.shape[1]) > 0)
 
 
-def weights(trainer: Any, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    return {name: tensor.cpu().clone() for name, tensor in trainer.stream_weights(dtype)}
+def weights(trainer: Any, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()) -> dict[str, Tensor]:
+    return {name: tensor.cpu().clone() for name, tensor in trainer.stream_weights(dtype, narrows)}
 
 
 def gradient(
@@ -175,6 +176,8 @@ def streams(world: World) -> Any:
         gathering.BUCKET, bucket = 5000, gathering.BUCKET
         result[model] |= {"small buckets": weights(trainer), "cast, small buckets": weights(trainer, torch.bfloat16)}
         gathering.BUCKET = bucket
+        shapes = {spec.name: spec.shape for spec in trainer.manifest()}
+        result[model]["cut"] = weights(trainer, torch.bfloat16, [parcels.slices(shapes, rank) for rank in range(world.size)])
         away(trainer)
         result[model]["cast, from host"] = weights(trainer, torch.bfloat16)
     return result
