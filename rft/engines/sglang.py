@@ -26,7 +26,7 @@ from rft.engines.sglang_group import Group
 from rft.errors import BadInput, EngineFailed
 from rft.experience import Sampling
 from rft.models import ModelFolder
-from rft.narrow import UNCUT
+from rft.narrow import Narrows
 from rft.parallel.world import World
 from rft.spec import SGLangEngine
 
@@ -60,7 +60,6 @@ class SGLang:
         self._shapes = shapes_of(model.config)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.casts_to: torch.dtype | None = self.dtype  # as it is put into a bucket
-        self.narrows = UNCUT  # its own loading cuts
         self.max_model_len = spec.max_model_len
         self._group = Group(world, lambda addresses: sglang_options.settings(spec, model, world, addresses), timeout_s=spec.start_timeout_s)
         self._bucket = needed(self._shapes.values(), self.dtype, spec.bucket_bytes)
@@ -111,7 +110,7 @@ class SGLang:
 
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> Mapping[str, int]:
         """Installs a set of weights. Raises `SyncFailed` that names what is missing, unknown, of a wrong shape, or arrived changed."""
-        with delivery(tensors, self._shapes, self.name) as stream:
+        with delivery(tensors, self._shapes, self.name, self.narrows) as stream:
             self._need_weights("load")
             self._loaded = False
             self._loads += 1
@@ -164,6 +163,7 @@ class SGLang:
             self._group.end()
             raise
         self._weights, self._cache, self.sync_path = int(facts["weights"]), int(facts["cache"]), str(facts["path"])
+        self.narrows: Narrows = facts["narrows"]
         self._weights_mapped, self._cache_mapped, self._loaded = True, True, False
         if self.sync_path == "plan":
             log.info("SGLang takes new weights by the recorded plan")

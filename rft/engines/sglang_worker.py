@@ -22,6 +22,7 @@ from rft.engines.pages import give_back_pages
 from rft.engines.plan import NoPlan, Plan, record
 from rft.engines.protocol import WHOLE
 from rft.engines.sglang_bucket import Entry, accept, unpacked
+from rft.narrow import UNCUT
 from rft.ops.checksum import checksum
 from rft.ops.transfer import standing
 
@@ -141,7 +142,7 @@ class _Seat:
         except NoPlan as reason:
             self._sync, path, why = _ByLoading(model), "load", str(reason)
         weights, cache = (sum(tensor.nbytes for tensor in part) for part in (model.parameters(), _cache(runner)))
-        return {"path": path, "why": why, "weights": weights, "cache": cache}
+        return {"path": path, "why": why, "narrows": dict(self._sync.narrows), "weights": weights, "cache": cache}
 
     def _checksums(self, runner: Any) -> dict[str, int]:
         """Of what lies in this rank's memory."""
@@ -163,7 +164,7 @@ class _ByPlan:
     """Writes every tensor straight to where it belongs."""
 
     def __init__(self, plan: Plan, shapes: Mapping[Names, torch.Size]) -> None:
-        self._plan = plan
+        self._plan, self.narrows = plan, plan.narrows
         self._tensors = {name: names for names in shapes for name in names}
         self._names = {names: names[0] for names in shapes}
 
@@ -181,6 +182,8 @@ class _ByPlan:
 
 class _ByLoading:
     """Goes through SGLang's own loading, for layouts that are no copies. One checksum is over all of the memory then."""
+
+    narrows = UNCUT
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model

@@ -37,7 +37,7 @@ def run(folder: str, tensor_parallel: int, *, killed: bool) -> dict[str, Any]:
         engine = runtime_of(state).engine
         assert isinstance(engine, SGLang)
         started = family(engine._group.pid) if engine._group.pid else []
-        found |= {"path": engine.sync_path, "weights": engine.memory().weights}
+        found |= {"path": engine.sync_path, "weights": engine.memory().weights, "cut": sorted(engine.narrows)}
         state = rft.refresh(state)
         first = rft.generate(state, prompts, SAMPLING)
         found["tokens"] |= _by_seed(first)

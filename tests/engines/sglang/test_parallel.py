@@ -31,6 +31,8 @@ def check(folder: Path, rank: Found, tensor_parallel: int) -> None:
     assert rank["gap"] < 1e-5
     assert rank["probe"] < 1e-5
     assert rank["path"] == "plan"
+    cut = [name for name in rank["cut"] if name.endswith(("_proj.weight", "_proj.bias", "embed_tokens.weight"))]
+    assert (len(cut) > 10) is (tensor_parallel > 1)  # a TP rank is sent its slices
     whole = sum(parameter.nbytes for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters())
     assert whole / tensor_parallel <= rank["weights"] < 1.2 * whole / tensor_parallel
     assert rank["second"] != rank["tokens"]
