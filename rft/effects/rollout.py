@@ -23,10 +23,12 @@ def generate(state: RuntimeState[Any, Any, Any, Any], prompts: Prompts, sampling
     runtime = runtime_of(state)
     version = state.weights.version
     assert version is not None, "an engine that is awake holds weights of some version"
-    with runtime.lockstep.agreement():
+    with runtime.lockstep.agreement() as exchange:
         _require_kinds(prompts, sampling, draw)
         own = _requests(runtime.spec.seed, prompts, sampling, draw)
         _check(runtime, own, sampling)
+        exchange.own = [(prompts.epoch, draw, prompt) for prompt in prompts.ids.tolist()]
+    _require_apart(exchange.everywhere)
     shared = Shared(runtime.world, [own[i : i + sampling.samples] for i in range(0, len(own), sampling.samples)], sampling.max_new_tokens)
     with runtime.engine_effect():
         completions = first_token.generate(runtime.engine, shared.requests, sampling)
@@ -87,6 +89,19 @@ def _check(runtime: Runtime, own: Sequence[Request], sampling: Sampling) -> None
     if text_config is not None:
         placeholder = None if reader is None else reader.placeholder
         check_requests(own, sampling, max_model_len=limit, vocab=int(text_config().vocab_size), placeholder=placeholder)
+
+
+def _require_apart(everywhere: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+    """Raises `BadInput`, on all ranks, where two have the same prompt in the same epoch and draw: it would have the same seeds there."""
+    owners = dict[tuple[int, int, int], int]()
+    for rank, asked in enumerate(everywhere):
+        for each in asked:
+            other = owners.setdefault(each, rank)
+            if other != rank:
+                raise BadInput(
+                    f"generate(state, prompts, sampling): ranks {other} and {rank} both have prompt {each[2]} of epoch {each[0]}, and would "
+                    "sample the same responses; give each rank its own part: next_prompts(…, Share(index=rank, count=ranks)), or another draw"
+                )
 
 
 def _unseen(runtime: Runtime, request: Request) -> str | None:

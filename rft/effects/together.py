@@ -19,10 +19,9 @@ T = TypeVar("T")
 
 def average(state: RuntimeState[Any, Any, Any, Any], values: Mapping[str, Iterable[float]]) -> dict[str, float]:
     """Mean of each column over the entries of all ranks; NaN for a column that is empty everywhere."""
-    lockstep = runtime_of(state).lockstep
-    with lockstep.agreement():
-        own = _sums(values)
-    everywhere = lockstep.gather(own)
+    with runtime_of(state).lockstep.agreement() as exchange:
+        exchange.own = own = _sums(values)
+    everywhere: list[dict[str, tuple[float, int]]] = exchange.everywhere
     for rank, part in enumerate(everywhere):
         if part.keys() != own.keys():
             both = f"{', '.join(map(repr, own)) or 'none'}, and rank {rank} {', '.join(map(repr, part)) or 'none'}"

@@ -106,7 +106,8 @@ def generate(state: RuntimeState[Awake, Fresh, Any, Any], prompts: Prompts, samp
     """Samples responses to this rank's prompts from the Actor's current weights.
 
     Each response has its own seed, from (run, epoch, prompt, `draw`, sample): the same on any rank and any number of ranks. Give
-    another `draw` to sample the same prompts anew within an epoch. Raises `BadInput` for an empty or too long prompt, `EngineFailed`.
+    another `draw` to sample the same prompts anew within an epoch. Raises `BadInput` for an empty or too long prompt, and for one that two
+    ranks have in the same draw; `EngineFailed`.
     """
     return rollout.generate(state, prompts, sampling, draw)
 
