@@ -94,14 +94,13 @@ def _check(runtime: Runtime, own: Sequence[Request], sampling: Sampling) -> None
 def _require_apart(everywhere: Sequence[Sequence[tuple[int, int, int]]]) -> None:
     """Raises `BadInput`, on all ranks, where two have the same prompt in the same epoch and draw: it would have the same seeds there."""
     owners = dict[tuple[int, int, int], int]()
-    for rank, asked in enumerate(everywhere):
-        for each in asked:
-            other = owners.setdefault(each, rank)
-            if other != rank:
-                raise BadInput(
-                    f"generate(state, prompts, sampling): ranks {other} and {rank} both have prompt {each[2]} of epoch {each[0]}, and would "
-                    "sample the same responses; give each rank its own part: next_prompts(…, Share(index=rank, count=ranks)), or another draw"
-                )
+    for rank, each in ((rank, each) for rank, asked in enumerate(everywhere) for each in asked):
+        other = owners.setdefault(each, rank)
+        if other != rank:
+            epoch, _, prompt = each
+            both = f"ranks {other} and {rank} both have prompt {prompt} of epoch {epoch}, and would sample the same responses"
+            own = "give each rank its own part, next_prompts(…, Share(index=rank, count=ranks)), or another draw"
+            raise BadInput(f"generate(state, prompts, sampling): {both}; {own}")
 
 
 def _unseen(runtime: Runtime, request: Request) -> str | None:
