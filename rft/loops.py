@@ -17,7 +17,9 @@ from rft.errors import BadInput, IllegalStep, ShapeError, TooFewGroups
 from rft.experience import Experience, Prompts, Rollouts, Sampling, assemble
 from rft.objectives import Objective
 from rft.ops import groups
+from rft.ops.parameters import require_function
 from rft.rewards.scoring import RewardFunction, Rewards
+from rft.shapes import check_fields
 from rft.state import A, Asleep, Awake, E, Fresh, NoOld, O, OldLogProbs, OnDevice, Role, RuntimeState, Stale, W
 from rft.steps import Metrics, average, broadcast, finish_batch, generate, offload, reload, rewards, train_step, wake
 
@@ -26,7 +28,7 @@ T = TypeVar("T")
 
 def refresh(state: RuntimeState[Asleep, Fresh | Stale, A, O], /) -> RuntimeState[Awake, Fresh, A, O]:
     """Broadcast, then wake: the engine generates from the current weights. An engine that is awake is refused before either."""
-    if type(state.engine) is not Asleep:
+    if type(state) is RuntimeState and type(state.engine) is not Asleep:
         raise IllegalStep("refresh(state) is broadcast and wake, and the engine is awake; write instead: state = broadcast(state)")
     return wake(broadcast(state))
 
@@ -42,6 +44,7 @@ def use(
     transition inside uses up the state that is to be offloaded. Where it raises, the role stays on the device, and
     `state = offload(living(state), role)` leads on.
     """
+    require_function("use(state, role, observe)", "observe", observe, ("state",))
     there = reload(state, role)
     value = observe(there)
     return offload(there, role), value
@@ -83,6 +86,7 @@ class Wanted:
     """Which rows are kept; of a group all or none."""
 
     def __post_init__(self) -> None:
+        check_fields(self, but=("at_bound",))
         if self.groups < 1 or self.bound < 1 or self.at_bound not in ("raise", "take"):
             raise BadInput(f"Wanted.groups and bound must be at least 1, at_bound 'raise' or 'take'; got {self}")
 

@@ -36,6 +36,25 @@ def test_refresh_of_an_engine_that_is_awake_uses_nothing_up(begun: State) -> Non
     assert type(rft.broadcast(state).weights) is rft.Fresh
 
 
+def test_what_a_composition_is_given_is_checked_before_anything_moves(begun: State) -> None:
+    nothing: Any = None
+    with pytest.raises(rft.IllegalStep, match=r"needs a RuntimeState, got NoneType"):
+        _ = rft.refresh(nothing)
+    state = rft.refresh(begun)
+    rollouts: Any = rft.generate(state, PROMPTS, SAMPLING)
+    with pytest.raises(rft.BadInput, match="source must be Experience, got Rollouts"):
+        _ = rft.update(rft.compute_old_logprobs(state, rollouts), rollouts, rft.grpo(), Cut())
+
+
+def test_use_is_given_a_function() -> None:
+    observed: Any = torch.zeros(2)
+    with scripted_launch(beside="own") as state:
+        with pytest.raises(rft.BadInput, match=r"observe must be a function of \(state\)"):
+            _ = rft.use(state, rft.REFERENCE, observed)
+        assert state.roles.of(rft.REFERENCE).where == "host"
+        assert rft.legal(state)
+
+
 def test_refresh_is_broadcast_and_wake(begun: State) -> None:
     state = rft.refresh(begun)
     assert rft.describe(state) == "RuntimeState[Awake, Fresh, OnDevice, NoOld] (version 0, generation 2)"
@@ -184,7 +203,7 @@ def test_at_the_bound_too_few_groups_are_an_error_or_all_there_is(begun: State) 
     with pytest.raises(rft.TooFewGroups, match=r"after 2 batches of prompts .* of 40 groups are missing .*at_bound='take'"):
         _ = rft.collect_groups(state, batches(taken=taken), MANY, by_length, rft.Wanted(groups=40, bound=2))
     assert taken == [0, 1]
-    some = rft.collect_groups(state, batches(taken=[]), MANY, by_length, rft.Wanted(groups=40, bound=2, at_bound="take"))
+    some = rft.collect_groups(state, batches(taken=[]), MANY, by_length, rft.Wanted(groups=40, bound=30, at_bound="take"))
     assert 0 < len(teaching(some)) < 40
     none = rft.collect_groups(state, batches(taken=[]), MANY, lambda _: 1.0, rft.Wanted(groups=1, bound=2, at_bound="take"))
     assert len(none.rollouts) == 0
@@ -222,6 +241,6 @@ def test_prompts_that_end_and_wants_that_cannot_be_met_are_refused(begun: State)
     state = rft.refresh(begun)
     with pytest.raises(rft.BadInput, match="no prompts left"):
         _ = rft.collect_groups(state, iter([PROMPTS]), MANY, lambda _: 1.0, rft.Wanted(groups=1, bound=2))
-    for wrong in ({"groups": 0}, {"bound": 0}, {"at_bound": "stop"}):
-        with pytest.raises(rft.BadInput, match="at least 1"):
+    for wrong, says in (({"groups": 0}, "at least 1"), ({"at_bound": "stop"}, "at least 1"), ({"groups": 1.5}, "must be int, got 1.5")):
+        with pytest.raises(rft.BadInput, match=says):
             _ = rft.Wanted(**{"groups": 1, "bound": 1, **wrong})

@@ -15,6 +15,7 @@ from rft.errors import BadInput, TooStale
 from rft.experience import Finish, Prompts, Rollouts, Sampling
 from rft.images import misfit
 from rft.parallel.seeds import seed_of
+from rft.shapes import require_kind
 from rft.state import BatchId, PolicyVersion, RuntimeState
 
 
@@ -54,12 +55,8 @@ def check_lag(state: RuntimeState[Any, Any, Any, Any], max_lag: int) -> None:
 
 def _require_kinds(prompts: object, sampling: object, draw: object) -> None:
     """Raises `BadInput` for what is none of what `generate` takes."""
-    if not isinstance(prompts, Prompts):
-        way = "rft.data.prompts makes them (tokenise, then next_prompts)"
-        raise BadInput(f"generate(state, prompts, sampling): prompts must be Prompts, got {type(prompts).__name__}; {way}")
-    if not isinstance(sampling, Sampling):
-        what = f"{type(sampling).__name__} {sampling!r}"
-        raise BadInput(f"generate(state, prompts, sampling): sampling must be a Sampling, got {what}; write Sampling(temperature=…)")
+    require_kind("generate(state, prompts, sampling)", "prompts", prompts, Prompts)
+    require_kind("generate(state, prompts, sampling)", "sampling", sampling, Sampling)
     if type(draw) is not int:
         raise BadInput(f"generate(state, prompts, sampling, draw=…): draw must be an int, got {draw!r}")
 
