@@ -282,8 +282,9 @@ def restore(
 
     `run` is a tree like the saved one, which gives the classes of its records and the devices of its tensors. Any state of this launch may
     be given, a used-up one too; roles go where it has them. The number of ranks may be another, and the backend. Checkpoints that were cut
-    off or damaged are passed over, and said. Raises `BadInput` where there is none, and for one of another model, with the names of the
-    tensors that differ or the path of the value; `CheckpointFailed` where it cannot be read. Nothing has been touched then.
+    off or damaged are passed over, and said. Raises `BadInput` where there is none, where `folder` is a checkpoint itself, and for one
+    of another model, with the names of the tensors that differ or the path of the value; `CheckpointFailed` where it cannot be read.
+    Nothing has been touched then.
     """
     back = checkpoint.restore(state, Path(folder), run)
     return restored_state(state, back.actor, back.version, generation=back.generation), back.run
