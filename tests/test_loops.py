@@ -55,6 +55,29 @@ def test_use_is_given_a_function() -> None:
         assert rft.legal(state)
 
 
+@pytest.mark.parametrize("inside", [rft.sleep, lambda outer: rft.average(outer, {})])
+def test_use_says_that_observe_is_given_its_state(inside: Any) -> None:
+    with scripted_launch(beside="own") as begun:
+        outer = rft.refresh(begun)
+        with pytest.raises(rft.ConsumedState) as caught:
+            _ = rft.use(outer, rft.REFERENCE, lambda _: inside(outer))
+        said = str(caught.value)
+        assert said.startswith("use(state, REFERENCE, observe): observe may only observe, and with the state that it is given")
+        assert "state = offload(living(state), REFERENCE)\n  inside it, " in said
+        state = rft.offload(rft.living(outer), rft.REFERENCE)
+        assert state.roles.of(rft.REFERENCE).where == "host"
+
+
+def test_use_says_that_observe_took_a_transition() -> None:
+    with scripted_launch(beside="own") as begun:
+        outer = rft.refresh(begun)
+        with pytest.raises(
+            rft.IllegalStep, match=r"observe took a transition, and may only observe; .* offload\(living\(state\), REFERENCE\)"
+        ):
+            _ = rft.use(outer, rft.REFERENCE, rft.sleep)
+        assert rft.is_at(rft.living(outer), rft.Asleep, rft.Stale, rft.OnDevice, rft.NoOld)
+
+
 def test_refresh_is_broadcast_and_wake(begun: State) -> None:
     state = rft.refresh(begun)
     assert rft.describe(state) == "RuntimeState[Awake, Fresh, OnDevice, NoOld] (version 0, generation 2)"
