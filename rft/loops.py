@@ -14,12 +14,13 @@ from torch import Tensor
 
 from rft.data.minibatches import Cut, minibatches
 from rft.errors import BadInput, ConsumedState, IllegalStep, ShapeError, TooFewGroups
-from rft.experience import Experience, Prompts, Rollouts, Sampling, assemble
+from rft.experience import Experience, Prompts, Rollouts, assemble
 from rft.ledger.admission import living
 from rft.objectives import Objective
 from rft.ops import groups
 from rft.ops.parameters import require_function
 from rft.rewards.scoring import RewardFunction, Rewards
+from rft.sampling import Sampling
 from rft.shapes import check_fields
 from rft.state import A, Asleep, Awake, E, Fresh, NoOld, O, OldLogProbs, OnDevice, Role, RuntimeState, Stale, W, spelled
 from rft.steps import Metrics, average, broadcast, finish_batch, generate, offload, reload, rewards, train_step, wake

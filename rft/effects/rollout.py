@@ -12,9 +12,10 @@ from rft.engines.protocol import Completion, Request, SeeingEngine
 from rft.engines.requests import check_requests
 from rft.engines.stopping import StopStrings
 from rft.errors import BadInput, TooStale
-from rft.experience import Finish, Prompts, Rollouts, Sampling
+from rft.experience import Prompts, Rollouts
 from rft.images import misfit
 from rft.parallel.seeds import seed_of
+from rft.sampling import Finish, Sampling
 from rft.shapes import require_kind
 from rft.state import BatchId, PolicyVersion, RuntimeState
 

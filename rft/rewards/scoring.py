@@ -24,7 +24,8 @@ from torch import Tensor
 
 from rft import tree
 from rft.errors import BadInput
-from rft.experience import Finish, Rollouts
+from rft.experience import Rollouts
+from rft.sampling import Finish
 from rft.shapes import check_record, require_kind
 
 log = logging.getLogger("rft")

@@ -20,10 +20,11 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from rft.effects import beside, checkpoint, exporting, launching, placement, rollout, scoring, sync, together, training
-from rft.experience import Minibatch, Prompts, Rollouts, Sampling
+from rft.experience import Minibatch, Prompts, Rollouts
 from rft.ledger import beginning, observation, recovery, restoration, transition
 from rft.objectives import Objective, ValueObjective, supervised
 from rft.rewards.scoring import RewardFunction, Rewards, score
+from rft.sampling import Sampling
 from rft.spec import LaunchSpec
 from rft.state import (
     REFERENCE,
