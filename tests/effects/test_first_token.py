@@ -56,7 +56,7 @@ def test_without_it_the_engine_is_asked_once() -> None:
 
 
 def test_what_is_no_draw_is_refused() -> None:
-    with pytest.raises(rft.BadInput, match="Sampling.first must be Draw"):
+    with pytest.raises(rft.BadInput, match=r"Sampling\.first must be Draw"):
         _ = Sampling(first=8.0)
     with pytest.raises(rft.BadInput, match="top_k"):
         _ = Draw(top_k=-1)
