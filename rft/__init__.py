@@ -27,7 +27,7 @@ from rft.errors import (
     TooStale,
     WrongBatch,
 )
-from rft.experience import Draw, Experience, Minibatch, Prompts, Rollouts, Sampling, assemble, concatenate, demonstrations, experience, take
+from rft.experience import Experience, Minibatch, Prompts, Rollouts, assemble, concatenate, demonstrations, experience, take
 from rft.images import Images
 from rft.ledger import TABLE, Edge, describe, legal, observation, restoration, transition
 from rft.ledger.admission import living
@@ -50,6 +50,7 @@ from rft.objectives import (
 from rft.ops.metrics import Metric
 from rft.rewards.combining import combine_rewards
 from rft.rewards.scoring import RewardFailure, RewardFunction, Rewards, Sample
+from rft.sampling import Draw, Sampling
 from rft.spec import (
     Critic,
     DeepSpeedTrainer,

@@ -9,9 +9,8 @@ prompt share.
 
 import dataclasses as dc
 import hashlib
-import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float32, Int64
@@ -21,7 +20,8 @@ from torch.nn.functional import pad
 from rft import tree
 from rft.errors import BadInput, ShapeError
 from rft.images import RowImages
-from rft.shapes import check_record
+from rft.sampling import Finish, Sampling
+from rft.shapes import check_record, require_kind
 from rft.state import BatchId, PolicyVersion
 
 DEMONSTRATIONS = BatchId("demonstrations")
@@ -29,74 +29,6 @@ DEMONSTRATIONS = BatchId("demonstrations")
 
 OPTIONAL = {"reference": "the Reference's log-probs", "values": "values", "returns": "returns"}
 """Columns that an experience may do without."""
-
-Finish = Literal["stop", "length"]
-"""Why a response ended: `stop`, by an end token or a stop string, whose tokens are part of it; `length`, it was cut off."""
-
-
-@dc.dataclass(frozen=True, kw_only=True)
-class Draw:
-    """How one token is drawn.
-
-    The distribution is softmax(logits / temperature), cut to the `top_k` most likely tokens (0: all) and to those that are at least `min_p`
-    times as likely as the likeliest one, then to the smallest set whose mass of these reaches `top_p`, renormalised. Temperature 0 is
-    greedy; its log-probs are those at temperature 1.
-
-    Source of `min_p`: Nguyen et al., Turning Up the Heat, https://arxiv.org/abs/2407.01082
-    """
-
-    temperature: float = 1.0
-    """Divides the logits; 0 is greedy."""
-    top_p: float = 1.0
-    """Mass of the nucleus; 1 keeps everything."""
-    top_k: int = 0
-    """Tokens kept; 0 keeps everything."""
-    min_p: float = 0.0
-    """Least probability of a token, as a share of the likeliest one's; 0 keeps everything."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= self.min_p <= 1:
-            raise BadInput(
-                "temperature must be a number of at least 0, top_p in (0, 1], top_k at least 0, min_p in [0, 1]; "
-                f"got {self.temperature}, {self.top_p}, {self.top_k}, {self.min_p}"
-            )
-
-
-@dc.dataclass(frozen=True, kw_only=True)
-class Sampling(Draw):
-    """How responses are drawn: every token by the same `Draw`, or the first one by another.
-
-    With `first`, the first token is drawn hot and the others as usual (FIRE): responses differ from their beginning on and stay
-    sound. Its log-prob is recorded under the distribution that it was drawn from; the Actor is trained and scored at `temperature`
-    throughout, so with computed old log-probs a correction (`ops.corrections`) sees the first token for what it is.
-
-    Source: Chen et al., Flaming-hot Initiation with Regular Execution Sampling for Large Language Models, https://arxiv.org/abs/2410.21236
-    """
-
-    samples: int = 1
-    """Responses per prompt."""
-    max_new_tokens: int = 128
-    """Longest response, in tokens."""
-    first: Draw | None = None
-    """How the first token of a response is drawn; None: as all others."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a response, in addition to the model's end tokens; the token that completes one is its last."""
-    stop_tokens: tuple[int, ...] = ()
-    """Ids that end a response, in addition to the model's end tokens."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("samples", "max_new_tokens", "top_k"):
-            if type(getattr(self, name)) is not int:
-                raise BadInput(f"{name} must be an int, got {getattr(self, name)!r}")
-        if self.samples < 1 or self.max_new_tokens < 1:
-            raise BadInput(f"samples and max_new_tokens must be at least 1, got {self.samples} and {self.max_new_tokens}")
-        if self.first is not None and not hasattr(self.first, "temperature"):
-            raise BadInput(f"first must be a Draw or None, got {self.first!r}; write first=Draw(temperature=…)")
-        if type(self.stop) is not tuple or not all(type(text) is str and text for text in self.stop):
-            raise BadInput(f"stop must be a tuple of texts that are not empty, got {self.stop!r}; write stop=('…',)")
-        if type(self.stop_tokens) is not tuple or not all(type(token) is int and token >= 0 for token in self.stop_tokens):
-            raise BadInput(f"stop_tokens must be a tuple of token ids, got {self.stop_tokens!r}; write stop_tokens=(id,)")
 
 
 @tree.record
@@ -106,6 +38,8 @@ class Prompts:
 
     Raises `BadInput` where an id comes twice: the responses to both would be one group, drawn with the same seeds.
     """
+
+    made_by: ClassVar[str] = "rft.data.prompts makes them (tokenise, then next_prompts)"
 
     tokens: Int64[Tensor, "prompt seq"]
     mask: Bool[Tensor, "prompt seq"]
@@ -138,6 +72,8 @@ class Rollouts:
     `sampled` marks the response; there `logprobs` are those of the distribution sampled from and `versions` the weights' version.
     Elsewhere they are 0 and -1. `groups` are prompt ids, `samples` number the responses of one prompt.
     """
+
+    made_by: ClassVar[str] = "generate(state, prompts, sampling) gives them"
 
     batch: BatchId
     tokens: Int64[Tensor, "batch seq"]
@@ -181,6 +117,8 @@ class Experience:
     not sampled but is to be imitated: its `sampled` marks the tokens to imitate, and it has neither reward, advantage nor old log-probs.
     """
 
+    made_by: ClassVar[str] = "experience(rollouts, rewards, advantages) makes one"
+
     batches: tuple[BatchId, ...]
     origin: Int64[Tensor, "batch"]
     rows: Int64[Tensor, "batch"]
@@ -218,7 +156,9 @@ class Experience:
 @tree.record
 @dc.dataclass(frozen=True, kw_only=True, eq=False)
 class Minibatch(Experience):
-    """The rows of an experience that one optimizer step takes on this rank; made by `minibatches`."""
+    """The rows of an experience that one optimizer step takes on this rank."""
+
+    made_by: ClassVar[str] = "`minibatches`, or `take`, makes some of an Experience"
 
 
 def assemble(*parts: tuple[Rollouts, Int64[Tensor, "row"]]) -> Rollouts:
@@ -259,6 +199,7 @@ def experience(
 
     Raises `ShapeError` where they do not fit.
     """
+    require_kind("experience(rollouts, rewards, advantages)", "rollouts", rollouts, Rollouts)
     return Experience(
         batches=(rollouts.batch,),
         origin=torch.zeros_like(rollouts.groups),
@@ -270,7 +211,7 @@ def experience(
         groups=rollouts.groups,
         rewards=rewards,
         advantages=advantages,
-        temperature=torch.full_like(rewards, rollouts.sampling.temperature),
+        temperature=torch.full((len(rollouts),), rollouts.sampling.temperature, dtype=torch.float32),
         demonstrated=torch.zeros_like(rollouts.groups, dtype=torch.bool),
         reference=reference,
         values=values,
@@ -315,6 +256,8 @@ def concatenate(*parts: Experience) -> Experience:
     """
     if not parts:
         raise BadInput("concatenate needs at least one experience")
+    for part in parts:
+        require_kind("concatenate(*parts)", "each of parts", part, Experience)
     batches = tuple(dict.fromkeys(b for part in parts for b in part.batches))
     width = max(part.tokens.shape[1] for part in parts)
     joined: dict[str, Any] = {
@@ -346,6 +289,7 @@ def _joined_images(parts: Sequence[tuple[RowImages | None, Sequence[int]]]) -> R
 
 def take(source: Experience, rows: Int64[Tensor, "row"]) -> Minibatch:
     """The mini-batch of the given rows of `source`, counted from 0, in that order. Raises `BadInput` for rows that it does not have."""
+    require_kind("take(source, rows)", "source", source, Experience)
     numbers: Any = rows
     if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or numbers.dim() != 1:
         what = f"{tuple(rows.shape)} of {rows.dtype}" if isinstance(numbers, Tensor) else type(numbers).__name__

@@ -15,6 +15,8 @@ from rft.images import placeholder_of
 
 Kind = Literal["CausalLM", "ImageTextToText", "SequenceClassification", "TokenClassification"]
 """Of models, as transformers names them."""
+REWARDS: tuple[Kind, ...] = ("SequenceClassification", "TokenClassification")
+"""Those that reward models are of."""
 
 
 @dc.dataclass(frozen=True)
@@ -65,6 +67,18 @@ def kind_of(config: Any) -> Kind:
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return "ImageTextToText"
     raise BadInput(f"a {type(config).__name__} is the configuration of no causal language model, with or without images")
+
+
+def reward_kind(config: Any, named: str) -> Kind:
+    """What kind of reward model a configuration is of. Raises `BadInput` for one that does not give one number."""
+    kinds: list[str] = config.architectures or []
+    found: list[Kind] = [kind for kind in REWARDS if len(kinds) == 1 and kinds[0].endswith(kind)]
+    if not found:
+        is_one, wanted = ", ".join(kinds) or "model of no named class", " or ".join(f"…For{kind}" for kind in REWARDS)
+        raise BadInput(f"RewardModel.model {named} is a {is_one}, and must be a {wanted} with one label")
+    if config.num_labels != 1:
+        raise BadInput(f"RewardModel.model {named} has {config.num_labels} labels, and must have 1: its score")
+    return found[0]
 
 
 def auto_class(kind: Kind) -> Any:

@@ -1,6 +1,6 @@
 import dataclasses as dc
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -139,34 +139,6 @@ def test_rewards_and_advantages_fit_their_rollouts() -> None:
         _ = dc.replace(experience_of(rollouts), origin=torch.tensor([0, 1]))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"samples": 0},
-        {"max_new_tokens": 0},
-        {"max_new_tokens": -1},
-        {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"temperature": float("inf")},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"top_k": -1},
-        {"top_k": 2.5},
-        {"max_new_tokens": 1.5},
-        {"samples": 2.0},
-        {"min_p": -0.1},
-        {"min_p": 1.1},
-        {"stop": "text"},
-        {"stop": ("",)},
-        {"stop_tokens": [3]},
-        {"stop_tokens": (-1,)},
-    ],
-)
-def test_sampling_refuses_what_cannot_work(wrong: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match=next(iter(wrong))):
-        _ = rft.Sampling(**wrong)
-
-
 # ---- joining and taking ----
 
 
@@ -258,6 +230,18 @@ def test_taking_rows_keeps_their_order_and_their_origin() -> None:
 def test_rows_that_are_not_there_cannot_be_taken(rows: Any, says: str) -> None:
     with pytest.raises(BadInput, match=says):
         _ = rft.take(experience_of(rollouts_of()), rows)
+
+
+def test_what_is_of_another_kind_is_told_what_makes_one() -> None:
+    rollouts: Any = rollouts_of()
+    with pytest.raises(BadInput, match=r"source must be Experience, got Rollouts; experience\(rollouts, rewards, advantages\) makes one"):
+        _ = rft.take(rollouts, torch.tensor([0]))
+    with pytest.raises(BadInput, match="each of parts must be Experience, got Rollouts"):
+        _ = rft.concatenate(rollouts)
+    with pytest.raises(BadInput, match="rollouts must be Rollouts, got list"):
+        _ = rft.experience(cast(Any, [rollouts]), torch.ones(2), torch.ones(2, 5))
+    with pytest.raises(ShapeError, match=r"Experience\.rewards must be a tensor"):
+        _ = rft.experience(rollouts, cast(Any, [1.0, 1.0]), torch.ones(2, 5))
 
 
 def test_rows_of_several_rollouts_are_assembled_to_rollouts_of_their_own() -> None:

@@ -36,6 +36,48 @@ def test_refresh_of_an_engine_that_is_awake_uses_nothing_up(begun: State) -> Non
     assert type(rft.broadcast(state).weights) is rft.Fresh
 
 
+def test_what_a_composition_is_given_is_checked_before_anything_moves(begun: State) -> None:
+    nothing: Any = None
+    with pytest.raises(rft.IllegalStep, match=r"needs a RuntimeState, got NoneType"):
+        _ = rft.refresh(nothing)
+    state = rft.refresh(begun)
+    rollouts: Any = rft.generate(state, PROMPTS, SAMPLING)
+    with pytest.raises(rft.BadInput, match="source must be Experience, got Rollouts"):
+        _ = rft.update(rft.compute_old_logprobs(state, rollouts), rollouts, rft.grpo(), Cut())
+
+
+def test_use_is_given_a_function() -> None:
+    observed: Any = torch.zeros(2)
+    with scripted_launch(beside="own") as state:
+        with pytest.raises(rft.BadInput, match=r"observe must be a function of \(state\)"):
+            _ = rft.use(state, rft.REFERENCE, observed)
+        assert state.roles.of(rft.REFERENCE).where == "host"
+        assert rft.legal(state)
+
+
+@pytest.mark.parametrize("inside", [rft.sleep, lambda outer: rft.average(outer, {})])
+def test_use_says_that_observe_is_given_its_state(inside: Any) -> None:
+    with scripted_launch(beside="own") as begun:
+        outer = rft.refresh(begun)
+        with pytest.raises(rft.ConsumedState) as caught:
+            _ = rft.use(outer, rft.REFERENCE, lambda _: inside(outer))
+        said = str(caught.value)
+        assert said.startswith("use(state, REFERENCE, observe): observe may only observe, and with the state that it is given")
+        assert "state = offload(living(state), REFERENCE)\n  inside it, " in said
+        state = rft.offload(rft.living(outer), rft.REFERENCE)
+        assert state.roles.of(rft.REFERENCE).where == "host"
+
+
+def test_use_says_that_observe_took_a_transition() -> None:
+    with scripted_launch(beside="own") as begun:
+        outer = rft.refresh(begun)
+        with pytest.raises(
+            rft.IllegalStep, match=r"observe took a transition, and may only observe; .* offload\(living\(state\), REFERENCE\)"
+        ):
+            _ = rft.use(outer, rft.REFERENCE, rft.sleep)
+        assert rft.is_at(rft.living(outer), rft.Asleep, rft.Stale, rft.OnDevice, rft.NoOld)
+
+
 def test_refresh_is_broadcast_and_wake(begun: State) -> None:
     state = rft.refresh(begun)
     assert rft.describe(state) == "RuntimeState[Awake, Fresh, OnDevice, NoOld] (version 0, generation 2)"
@@ -223,6 +265,6 @@ def test_prompts_that_end_and_wants_that_cannot_be_met_are_refused(begun: State)
     state = rft.refresh(begun)
     with pytest.raises(rft.BadInput, match="no prompts left"):
         _ = rft.collect_groups(state, iter([PROMPTS]), MANY, lambda _: 1.0, rft.Wanted(groups=1, bound=2))
-    for wrong in ({"groups": 0}, {"bound": 0}, {"at_bound": "stop"}):
-        with pytest.raises(rft.BadInput, match="at least 1"):
+    for wrong, says in (({"groups": 0}, "at least 1"), ({"at_bound": "stop"}, "at least 1"), ({"groups": 1.5}, "must be int, got 1.5")):
+        with pytest.raises(rft.BadInput, match=says):
             _ = rft.Wanted(**{"groups": 1, "bound": 1, **wrong})

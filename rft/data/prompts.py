@@ -17,6 +17,7 @@ from rft.data.questions import Last, Question, check_last, check_questions, shuf
 from rft.errors import BadInput
 from rft.experience import Prompts
 from rft.images import Images
+from rft.shapes import check_fields
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class Share:
     count: int = 1
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 0 <= self.index < self.count:
             raise BadInput(f"Share.index must be from 0 to below count, got {self.index} of {self.count}")
 
@@ -53,6 +55,7 @@ class Cursor:
     position: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.epoch < 0 or self.position < 0:
             raise BadInput(f"Cursor.epoch and position must be at least 0, got {self.epoch} and {self.position}")
 
@@ -94,9 +97,9 @@ def next_prompts(data: Dataset, cursor: Cursor, count: int, share: Share, *, las
     """
     check_last(last)
     whole = count * share.count
-    if count < 1 or (last == "drop" and whole > len(data)):
+    if type(count) is not int or count < 1 or (last == "drop" and whole > len(data)):
         raise BadInput(
-            f"a batch of count={count} prompts on each of {share.count} ranks cannot be taken from {len(data)} questions; "
+            f"a batch of count={count!r} prompts on each of {share.count} ranks cannot be taken from {len(data)} questions; "
             "count must be at least 1, and with last='drop' a batch must not be larger than the data set"
         )
     left = len(data) - cursor.position

@@ -4,8 +4,8 @@ import dataclasses as dc
 from collections.abc import Sequence
 
 from rft.engines.protocol import Completion, Engine, Request
-from rft.experience import Draw, Sampling
 from rft.parallel.seeds import continued
+from rft.sampling import Draw, Sampling
 
 
 def generate(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:

@@ -37,6 +37,7 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
         if not joined:
             _ = stack.callback(_leave_world)
         _require_alike(spec, lockstep)
+        spec.check_shards(world.size)
         model = _built(lockstep, lambda: _found(spec))  # a node may lack what the others have
         engine = None
         if spec.engine is not None:

@@ -12,9 +12,11 @@ from rft.engines.protocol import Completion, Request, SeeingEngine
 from rft.engines.requests import check_requests
 from rft.engines.stopping import StopStrings
 from rft.errors import BadInput, TooStale
-from rft.experience import Finish, Prompts, Rollouts, Sampling
+from rft.experience import Prompts, Rollouts
 from rft.images import misfit
 from rft.parallel.seeds import seed_of
+from rft.sampling import Finish, Sampling
+from rft.shapes import require_kind
 from rft.state import BatchId, PolicyVersion, RuntimeState
 
 
@@ -23,10 +25,12 @@ def generate(state: RuntimeState[Any, Any, Any, Any], prompts: Prompts, sampling
     runtime = runtime_of(state)
     version = state.weights.version
     assert version is not None, "an engine that is awake holds weights of some version"
-    with runtime.lockstep.agreement():
+    with runtime.lockstep.agreement() as exchange:
         _require_kinds(prompts, sampling, draw)
         own = _requests(runtime.spec.seed, prompts, sampling, draw)
         _check(runtime, own, sampling)
+        exchange.own = [(prompts.epoch, draw, prompt) for prompt in prompts.ids.tolist()]
+    _require_apart(exchange.everywhere)
     shared = Shared(runtime.world, [own[i : i + sampling.samples] for i in range(0, len(own), sampling.samples)], sampling.max_new_tokens)
     with runtime.engine_effect():
         completions = first_token.generate(runtime.engine, shared.requests, sampling)
@@ -52,12 +56,8 @@ def check_lag(state: RuntimeState[Any, Any, Any, Any], max_lag: int) -> None:
 
 def _require_kinds(prompts: object, sampling: object, draw: object) -> None:
     """Raises `BadInput` for what is none of what `generate` takes."""
-    if not isinstance(prompts, Prompts):
-        way = "rft.data.prompts makes them (tokenise, then next_prompts)"
-        raise BadInput(f"generate(state, prompts, sampling): prompts must be Prompts, got {type(prompts).__name__}; {way}")
-    if not isinstance(sampling, Sampling):
-        what = f"{type(sampling).__name__} {sampling!r}"
-        raise BadInput(f"generate(state, prompts, sampling): sampling must be a Sampling, got {what}; write Sampling(temperature=…)")
+    require_kind("generate(state, prompts, sampling)", "prompts", prompts, Prompts)
+    require_kind("generate(state, prompts, sampling)", "sampling", sampling, Sampling)
     if type(draw) is not int:
         raise BadInput(f"generate(state, prompts, sampling, draw=…): draw must be an int, got {draw!r}")
 
@@ -87,6 +87,18 @@ def _check(runtime: Runtime, own: Sequence[Request], sampling: Sampling) -> None
     if text_config is not None:
         placeholder = None if reader is None else reader.placeholder
         check_requests(own, sampling, max_model_len=limit, vocab=int(text_config().vocab_size), placeholder=placeholder)
+
+
+def _require_apart(everywhere: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+    """Raises `BadInput`, on all ranks, where two have the same prompt in the same epoch and draw: it would have the same seeds there."""
+    owners = dict[tuple[int, int, int], int]()
+    for rank, each in ((rank, each) for rank, asked in enumerate(everywhere) for each in asked):
+        other = owners.setdefault(each, rank)
+        if other != rank:
+            epoch, _, prompt = each
+            both = f"ranks {other} and {rank} both have prompt {prompt} of epoch {epoch}, and would sample the same responses"
+            own = "give each rank its own part, next_prompts(…, Share(index=rank, count=ranks)), or another draw"
+            raise BadInput(f"generate(state, prompts, sampling): {both}; {own}")
 
 
 def _unseen(runtime: Runtime, request: Request) -> str | None:

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rft.engines.protocol import Completion, Request
 from rft.engines.sampling import draw, uniforms
 from rft.engines.stopping import StopStrings
-from rft.experience import Sampling
+from rft.sampling import Sampling
 from rft.seeing import Eyes, embedded
 
 KEEP_ABOVE = 0.75

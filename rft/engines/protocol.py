@@ -12,9 +12,9 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from rft.experience import Finish, Sampling
 from rft.images import Images
 from rft.narrow import Narrows
+from rft.sampling import Finish, Sampling
 
 Keeping = Literal["release", "keep"]
 WHOLE = "*"

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from rft.engines.protocol import Request
 from rft.errors import BadInput
-from rft.experience import Sampling
 from rft.images import Placeholder, misfit
 from rft.models import ModelFolder
+from rft.sampling import Sampling
 
 
 def check_requests(

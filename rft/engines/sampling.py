@@ -8,7 +8,7 @@ from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rft.experience import Sampling
+from rft.sampling import Sampling
 
 BLOCK = 256
 """Tokens of one block of the vocabulary; a draw finds its block first, and then looks into that alone."""

@@ -17,9 +17,9 @@ from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests
 from rft.engines.sampling import uniforms
 from rft.errors import EngineFailed
-from rft.experience import Sampling
 from rft.narrow import UNCUT
 from rft.ops.checksum import checksum
+from rft.sampling import Sampling
 
 VOCABULARY = 11
 END = 0

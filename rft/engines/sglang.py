@@ -24,10 +24,10 @@ from rft.engines.sglang_bucket import Bucket, needed
 from rft.engines.sglang_calls import Sampled
 from rft.engines.sglang_group import Group
 from rft.errors import BadInput, EngineFailed
-from rft.experience import Sampling
 from rft.models import ModelFolder
 from rft.narrow import Narrows
 from rft.parallel.world import World
+from rft.sampling import Sampling
 from rft.spec import SGLangEngine
 
 log = logging.getLogger("rft")

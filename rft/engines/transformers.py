@@ -12,11 +12,11 @@ from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
 from rft.engines.stopping import StopStrings
 from rft.errors import EngineFailed, MissingEngine
-from rft.experience import Sampling
 from rft.models import ModelFolder, attention_of, auto_class, reading_weights
 from rft.narrow import UNCUT
 from rft.ops.transfer import standing, transfer
 from rft.parallel.world import World
+from rft.sampling import Sampling
 from rft.seeing import eyes
 from rft.spec import TransformersEngine
 

@@ -24,9 +24,9 @@ from rft.engines.vllm_host import no_shared_memory, plain_layouts, threads_kept,
 from rft.engines.vllm_memory import CudaMemory, HostMemory, require_a_first
 from rft.engines.vllm_sync import choose_sync
 from rft.errors import EngineFailed, MissingEngine
-from rft.experience import Sampling
 from rft.models import ModelFolder
 from rft.parallel.world import World
+from rft.sampling import Sampling
 from rft.spec import VLLMEngine
 
 if TYPE_CHECKING:

@@ -8,9 +8,11 @@ from rft.errors import BadInput
 from rft.models import ModelFolder
 from rft.parallel.world import World
 from rft.shapes import check_fields
-from rft.spec.checks import at_least_one
+from rft.spec.checks import at_least_one, check_positions
 from rft.spec.lora import LoRA
 
+BLOCK = 16
+"""Tokens of the smallest block of vLLM's cache."""
 DType = Literal["bfloat16", "float32"]
 
 
@@ -47,11 +49,7 @@ class TransformersEngine:
                 f"the transformers engine holds the whole model on every rank, so tensor_parallel={tensor_parallel} cannot work: "
                 "set tensor_parallel=1, or use VLLMEngine"
             )
-        longest = int(getattr(config, "max_position_embeddings", self.max_model_len))
-        if self.max_model_len > longest:
-            raise BadInput(
-                f"max_model_len={self.max_model_len} is more than the model's {longest}; set TransformersEngine(max_model_len={longest})"
-            )
+        check_positions(self, config)
 
     def build(self, model: ModelFolder, world: World) -> Engine:
         """Builds it. Raises as `check` does."""
@@ -86,7 +84,8 @@ class VLLMEngine:
         at_least_one(self, "max_model_len", "max_rows", "cache_bytes")
 
     def check(self, config: Any, tensor_parallel: int) -> None:
-        """Raises `BadInput` where TP does not divide the model's heads, or can neither share nor repeat those of keys and values."""
+        """Raises `BadInput` where TP does not divide the model's heads, or can neither share nor repeat those of keys and values; for rows
+        longer than the model's; and for a cache that does not hold one of them."""
         heads = int(config.num_attention_heads)
         shared = int(getattr(config, "num_key_value_heads", None) or heads)
         if heads % tensor_parallel:
@@ -94,6 +93,23 @@ class VLLMEngine:
         if shared % tensor_parallel and tensor_parallel % shared:
             both = f"tensor_parallel={tensor_parallel} and the model's {shared} heads of keys and values"
             raise BadInput(f"{both}: one must be a multiple of the other")
+        check_positions(self, config)
+        self._check_cache(config, -(-shared // tensor_parallel))
+
+    def _check_cache(self, config: Any, shared: int) -> None:
+        """vLLM wants blocks for one row of full length in every layer that attends to all of it; of other layers nothing is known here."""
+        kinds: list[str] | None = getattr(config, "layer_types", None)
+        layers = int(config.num_hidden_layers) if kinds is None else kinds.count("full_attention")
+        if getattr(config, "kv_lora_rank", None) is not None or (kinds is None and getattr(config, "sliding_window", None) is not None):
+            return
+        width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        number = 2 if self.dtype == "bfloat16" else 4
+        least = -(-self.max_model_len // BLOCK) * BLOCK * layers * 2 * shared * width * number
+        if self.cache_bytes < least:
+            raise BadInput(
+                f"cache_bytes={self.cache_bytes} has too few blocks for one row of max_model_len={self.max_model_len}, which takes "
+                f"{least}; make it larger, or max_model_len smaller"
+            )
 
     def build(self, model: ModelFolder, world: World) -> Engine:
         """Builds it. Raises `MissingEngine` with the line that installs vLLM, and as `check` does."""

@@ -5,6 +5,7 @@ where some want less. And before a bucket is read the next one is on its way.
 On CUDA collectives run on a stream of their own, which the reader's waits for where it must; on a CPU they run in threads.
 """
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -93,9 +94,10 @@ def _way(piece: Piece, wanted: Sequence[Narrows]) -> Way:
 
 def _alike(pieces: Sequence[Piece], wanted: Sequence[Narrows], size: Callable[[Piece], int]) -> Iterator[tuple[Way, list[Piece]]]:
     """Buckets of pieces that go in the same way."""
-    ways: list[tuple[Way, Piece]] = [(_way(piece, wanted), piece) for piece in pieces]
-    for way, same in itertools.groupby(ways, key=lambda each: each[0]):
-        yield from ((way, bucket) for bucket in _buckets([piece for _, piece in same], size))
+    way_of = functools.partial(_way, wanted=wanted)
+    for way, same in itertools.groupby(pieces, key=way_of):
+        for bucket in _buckets(list(same), size):
+            yield way, bucket
 
 
 def _buckets(items: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:

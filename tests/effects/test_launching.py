@@ -40,3 +40,15 @@ def test_a_model_of_another_kind(tmp_path: Path) -> None:
         rft.launch(rft.LaunchSpec(model=str(tmp_path))),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("named", "part"),
+    [("trainer", {"trainer": rft.FSDP2Trainer(shards=3)}), ("reference", {"reference": rft.Reference(shards=3)})],
+)
+def test_shards_that_do_not_divide_the_ranks_are_refused_by_whose_they_are(named: str, part: dict[str, Any]) -> None:
+    with (
+        pytest.raises(rft.BadInput, match=rf"LaunchSpec\.{named}: shards=3 does not divide the world size 1; start torchrun"),
+        rft.launch(rft.LaunchSpec(model="/nowhere", **part)),
+    ):
+        pass

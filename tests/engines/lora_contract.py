@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rft.engines.protocol import AdapterEngine
 from rft.errors import EngineFailed, SyncFailed
-from rft.experience import Sampling
+from rft.sampling import Sampling
 from rft.spec import LoRA
 from rft.testing.engines import GREEDY, PROMPTS, expected_logprobs, greedy, is_close, requests, weights
 from rft.trainers import adapter

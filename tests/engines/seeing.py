@@ -16,8 +16,8 @@ from transformers import AutoModelForImageTextToText
 from rft.effects import first_token
 from rft.engines.protocol import Engine, Request
 from rft.errors import BadInput
-from rft.experience import Draw, Sampling
 from rft.images import Images
+from rft.sampling import Draw, Sampling
 from rft.testing.engines import distribution, is_close, wake_with, weights
 from tests.models import tiny_vision_model
 from tests.trainers.batches import prompt_of, some_images

@@ -11,9 +11,9 @@ import pytest
 from rft.engines.protocol import Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
 from rft.errors import BadInput, MissingEngine
-from rft.experience import Sampling
 from rft.models import ModelFolder, find_model
 from rft.parallel.world import open_world
+from rft.sampling import Sampling
 from rft.spec import VLLMEngine
 from tests.models import tiny_model
 

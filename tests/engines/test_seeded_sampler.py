@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rft.engines.sglang_sampler import distribution, uniforms_at
-from rft.experience import Sampling
+from rft.sampling import Sampling
 from rft.testing.engines import distribution as plainly
 
 MASK = 2**64 - 1

@@ -13,9 +13,9 @@ from rft.engines import decoding
 from rft.engines.protocol import Engine, Request
 from rft.engines.transformers import Transformers, build
 from rft.errors import BadInput
-from rft.experience import Sampling
 from rft.models import find_model
 from rft.parallel.world import World, open_world
+from rft.sampling import Sampling
 from rft.spec import TransformersEngine
 from rft.testing.engines import (
     GREEDY,

@@ -24,7 +24,7 @@ from rft.spec import (
     VLLMEngine,
 )
 from rft.trainers import gathering
-from tests.memory.models import BLOCK, OUTSIDE, PARAMETERS, folder, tiny
+from tests.memory.models import BLOCK, OUTSIDE, PARAMETERS, folder, judge, tiny
 
 GIB = 1 << 30
 WEIGHTS, MOMENTS = 4 * PARAMETERS, 8 * PARAMETERS
@@ -199,9 +199,9 @@ def test_a_head_on_the_actors_states_needs_the_actor(model: str):
 
 def test_as_many_reward_models_are_there_as_may_be(model: str, tmp_path: Any):
     models = {
-        "small": RewardModel(model=folder(tmp_path / "small", layers=1)),
-        "large": RewardModel(model=folder(tmp_path / "large", layers=3)),
-        "other": RewardModel(model=model),
+        "small": RewardModel(model=judge(tmp_path / "small", layers=1)),
+        "large": RewardModel(model=judge(tmp_path / "large", layers=3)),
+        "other": RewardModel(model=judge(tmp_path / "other")),
     }
     one, two = (plan(setting(model, reward_models=models, reward_models_on_device=count)) for count in (1, 2))
     sizes = {f"reward model {name} weights": 2 * (layers * BLOCK + OUTSIDE) + 4 * 128 for name, layers in (("large", 3), ("other", 2))}
@@ -237,6 +237,18 @@ def test_a_setting_is_checked(model: str):
         ({"device_gib": math.inf}, "and finite"),
         ({"minibatches": 5}, "cannot be cut into 5"),
         ({"launch": dc.replace(good.launch, tensor_parallel=2)}, "tensor_parallel=2 does not divide world_size=1"),
+        (
+            {"launch": dc.replace(good.launch, trainer=FSDP2Trainer(offload=True)), "schedule": Schedule(offload_actor=True)},
+            r"FSDP2Trainer\(offload=True\) keeps the Actor on the host by itself",
+        ),
+        (
+            {"launch": dc.replace(good.launch, critic=Critic(trainer=FSDP2Trainer(shards=2)))},
+            r"LaunchSpec.critic.trainer: shards=2 does not",
+        ),
+        (
+            {"launch": dc.replace(good.launch, reward_models={"kind": RewardModel(model="x", shards=2)})},
+            r"reward_models\['kind'\]: shards=2",
+        ),
     ]:
         with pytest.raises(BadInput, match=said):
             _ = dc.replace(good, **wrong)

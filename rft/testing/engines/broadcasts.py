@@ -19,7 +19,7 @@ from rft.effects.runtime import Runtime
 from rft.engines.faults import Faults
 from rft.engines.protocol import Engine
 from rft.errors import EngineFailed, EnginePoisoned
-from rft.experience import Prompts, Rollouts, Sampling
+from rft.experience import Prompts, Rollouts
 from rft.images import RowImages
 from rft.ledger import beginning
 from rft.loops import refresh
@@ -27,6 +27,7 @@ from rft.models import ModelFolder
 from rft.narrow import Narrows
 from rft.parallel.lockstep import Lockstep
 from rft.parallel.world import World
+from rft.sampling import Sampling
 from rft.spec import LaunchSpec
 from rft.state import Asleep, Awake, Fresh, NoOld, OnDevice, RuntimeState, Stale, first_state
 from rft.steps import broadcast, generate, recover, sleep, sleep_keeping, wake

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rft.engines.protocol import WHOLE, Engine
 from rft.errors import EngineFailed, SyncFailed
-from rft.experience import Sampling
+from rft.sampling import Sampling
 from rft.testing.engines.base import Contract
 from rft.testing.engines.oracle import GREEDY, expected_logprobs, is_close, requests, wake_with, weights
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rft.engines.protocol import Engine, Request
-from rft.experience import Sampling
+from rft.sampling import Sampling
 
 END = 257
 """The token that ends a response of `rft.testing.models`' tiny models."""

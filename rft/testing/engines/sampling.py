@@ -10,7 +10,7 @@ from rft.effects import first_token
 from rft.engines.protocol import Completion, Engine, Request
 from rft.engines.stopping import StopStrings
 from rft.errors import BadInput
-from rft.experience import Draw, Sampling
+from rft.sampling import Draw, Sampling
 from rft.testing.engines.base import Contract
 from rft.testing.engines.oracle import GREEDY, distribution, expected_logprobs, is_close, requests
 

@@ -11,9 +11,9 @@ from rft.engines import sglang_options
 from rft.engines.protocol import Request
 from rft.engines.sglang import SGLang, build
 from rft.errors import BadInput, EngineFailed, MissingEngine
-from rft.experience import Sampling
 from rft.models import find_model
 from rft.parallel.world import World, open_world
+from rft.sampling import Sampling
 from rft.spec import SGLangEngine
 from rft.testing.engines import (
     GREEDY,

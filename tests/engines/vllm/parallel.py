@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from rft.engines.protocol import Request
 from rft.engines.vllm import build
-from rft.experience import Sampling
 from rft.models import find_model
 from rft.narrow import narrowed
 from rft.parallel.world import open_world
+from rft.sampling import Sampling
 from rft.spec import FSDP2Trainer, VLLMEngine
 from rft.testing.engines import GREEDY, PROMPTS, check_ranks, requests, wake_with, weights
 

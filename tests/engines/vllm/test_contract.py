@@ -11,9 +11,9 @@ from rft.engines.protocol import Request
 from rft.engines.vllm import VLLM, build
 from rft.engines.vllm_memory import HostMemory
 from rft.errors import BadInput, EngineFailed
-from rft.experience import Sampling
 from rft.models import find_model
 from rft.parallel.world import World, open_world
+from rft.sampling import Sampling
 from rft.spec import VLLMEngine
 from rft.testing.engines import (
     GREEDY,

@@ -11,9 +11,9 @@ import pytest
 from rft.engines import vllm
 from rft.engines.protocol import WHOLE
 from rft.errors import SyncFailed
-from rft.experience import Sampling
 from rft.models import find_model
 from rft.parallel.world import open_world
+from rft.sampling import Sampling
 from rft.spec import VLLMEngine
 from rft.testing.engines import GREEDY, PROMPTS, expected_logprobs, folder, greedy, is_close, module, other, requests, wake_with, weights
 
