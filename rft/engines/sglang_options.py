@@ -29,17 +29,7 @@ def check(spec: SGLangEngine, model: ModelFolder, world: World) -> None:
         raise BadInput(
             f"{model.path / 'config.json'} has no architectures, by which SGLang knows a model: save it by the model's save_pretrained"
         )
-    heads = int(model.config.num_attention_heads)
-    if heads % world.tp_size:
-        raise BadInput(f"tensor_parallel={world.tp_size} does not divide the model's {heads} attention heads")
-    longest = int(getattr(model.config, "max_position_embeddings", spec.max_model_len))
-    if spec.max_model_len > longest:
-        raise BadInput(f"max_model_len={spec.max_model_len} is more than the model's {longest}; set SGLangEngine(max_model_len={longest})")
-    if getattr(model.config, "kv_lora_rank", None) is not None:
-        raise BadInput("SGLangEngine pins the size of the cache, and knows that of plain attention alone; this model compresses its cache")
-    least = bytes_per_token(spec, model.config, world.tp_size) * (spec.max_model_len + SLACK + PAGE)
-    if spec.cache_bytes < least:
-        raise BadInput(f"cache_bytes={spec.cache_bytes} does not hold one sequence of max_model_len={spec.max_model_len}: it needs {least}")
+    spec.check(model.config.get_text_config(), world.tp_size)
     allocator = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if world.device.type == "cuda" and "expandable_segments:true" in allocator.lower():
         raise BadInput(
@@ -48,12 +38,20 @@ def check(spec: SGLangEngine, model: ModelFolder, world: World) -> None:
         )
 
 
+def check_cache(spec: SGLangEngine, config: Any, tensor_parallel: int) -> None:
+    """Raises `BadInput` for a cache whose size is not known here, and for one that does not hold one row."""
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise BadInput("SGLangEngine pins the size of the cache, and knows that of plain attention alone; this model compresses its cache")
+    least = bytes_per_token(spec, config, tensor_parallel) * (spec.max_model_len + SLACK + PAGE)
+    if spec.cache_bytes < least:
+        raise BadInput(f"cache_bytes={spec.cache_bytes} does not hold one sequence of max_model_len={spec.max_model_len}: it needs {least}")
+
+
 def bytes_per_token(spec: SGLangEngine, config: Any, tensor_parallel: int) -> int:
     """What a token takes of the cache on one rank; heads that are fewer than the ranks are on several of them."""
-    text = config.get_text_config()
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = max(int(text.num_key_value_heads) // tensor_parallel, 1)
-    return 2 * int(text.num_hidden_layers) * heads * int(width) * (2 if spec.dtype == "bfloat16" else 4)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = max(int(config.num_key_value_heads) // tensor_parallel, 1)
+    return 2 * int(config.num_hidden_layers) * heads * int(width) * (2 if spec.dtype == "bfloat16" else 4)
 
 
 def settings(spec: SGLangEngine, model: ModelFolder, world: World, addresses: Sequence[str]) -> Mapping[str, Any]:
@@ -73,7 +71,7 @@ def _options(spec: SGLangEngine, model: ModelFolder, world: World) -> dict[str, 
         "skip_tokenizer_init": True,
         "context_length": spec.max_model_len + SLACK,
         "max_running_requests": spec.max_rows,
-        "max_total_tokens": spec.cache_bytes // bytes_per_token(spec, model.config, world.tp_size) - PAGE,
+        "max_total_tokens": spec.cache_bytes // bytes_per_token(spec, model.config.get_text_config(), world.tp_size) - PAGE,
         "disable_cuda_graph": spec.eager or cpu,
         "enable_memory_saver": not cpu,
         "custom_weight_loader": [LOADER],

@@ -55,7 +55,7 @@ def engine_holds(spec: EngineSpec, of: Blueprint, tensor_parallel: int, *, rows:
 
     Raises `BadInput` for an engine that is none of ours, and for what it would refuse: at launch, or rows that are too long for it.
     """
-    if isinstance(spec, VLLMEngine | TransformersEngine):
+    if isinstance(spec, VLLMEngine | SGLangEngine | TransformersEngine):
         spec.check(of.config.get_text_config(), tensor_parallel)
         if longest > spec.max_model_len:
             both = f"longest_prompt and longest_response are {longest} tokens together"

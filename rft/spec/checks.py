@@ -13,6 +13,18 @@ def at_least_one(spec: object, *names: str) -> None:
             raise BadInput(f"{type(spec).__name__}.{name} must be at least 1, got {getattr(spec, name)}")
 
 
+def check_heads(config: Any, tensor_parallel: int) -> int:
+    """The heads of keys and values. Raises `BadInput` where TP does not divide the model's heads, or can neither share nor repeat those."""
+    heads = int(config.num_attention_heads)
+    shared = int(getattr(config, "num_key_value_heads", None) or heads)
+    if heads % tensor_parallel:
+        raise BadInput(f"tensor_parallel={tensor_parallel} does not divide the model's {heads} attention heads")
+    if shared % tensor_parallel and tensor_parallel % shared:
+        both = f"tensor_parallel={tensor_parallel} and the model's {shared} heads of keys and values"
+        raise BadInput(f"{both}: one must be a multiple of the other")
+    return shared
+
+
 def check_positions(spec: Any, config: Any) -> None:
     """Raises `BadInput` for an engine's `max_model_len` beyond the rows that a model's configuration allows, by scaled RoPE too."""
     longest = positions(config)

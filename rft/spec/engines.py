@@ -8,7 +8,7 @@ from rft.errors import BadInput
 from rft.models import ModelFolder
 from rft.parallel.world import World
 from rft.shapes import check_fields
-from rft.spec.checks import at_least_one, check_positions
+from rft.spec.checks import at_least_one, check_heads, check_positions
 from rft.spec.lora import LoRA
 
 BLOCK = 16
@@ -86,13 +86,7 @@ class VLLMEngine:
     def check(self, config: Any, tensor_parallel: int) -> None:
         """Raises `BadInput` where TP does not divide the model's heads, or can neither share nor repeat those of keys and values; for rows
         longer than the model's; and for a cache that does not hold one of them."""
-        heads = int(config.num_attention_heads)
-        shared = int(getattr(config, "num_key_value_heads", None) or heads)
-        if heads % tensor_parallel:
-            raise BadInput(f"tensor_parallel={tensor_parallel} does not divide the model's {heads} attention heads")
-        if shared % tensor_parallel and tensor_parallel % shared:
-            both = f"tensor_parallel={tensor_parallel} and the model's {shared} heads of keys and values"
-            raise BadInput(f"{both}: one must be a multiple of the other")
+        shared = check_heads(config, tensor_parallel)
         check_positions(self, config)
         self._check_cache(config, -(-shared // tensor_parallel))
 
@@ -146,12 +140,22 @@ class SGLangEngine:
     """How long it may take to start."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         at_least_one(self, "max_model_len", "max_rows", "cache_bytes", "bucket_bytes")
         if self.start_timeout_s <= 0:
             raise BadInput(f"start_timeout_s must be above 0, got {self.start_timeout_s}")
 
+    def check(self, config: Any, tensor_parallel: int) -> None:
+        """Raises `BadInput` where TP does not divide the model's heads, for rows longer than the model's, for a cache whose size is not
+        known here, and for one that does not hold one row."""
+        from rft.engines.sglang_options import check_cache
+
+        check_heads(config, tensor_parallel)
+        check_positions(self, config)
+        check_cache(self, config, tensor_parallel)
+
     def build(self, model: ModelFolder, world: World) -> Engine:
-        """Builds it. Raises `MissingEngine` with the line that installs SGLang."""
+        """Builds it. Raises `MissingEngine` with the line that installs SGLang, and as `check` does."""
         from rft.engines.sglang import build
 
         return build(self, model, world)

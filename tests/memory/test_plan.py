@@ -120,9 +120,9 @@ def test_the_engine_is_there_in_its_phases_alone(model: str):
 
 
 def test_new_weights_go_to_sglang_through_a_bucket(model: str):
-    made = plan(setting(model, engine=SGLangEngine(cache_bytes=1 << 20, bucket_bytes=1 << 10)))
+    made = plan(setting(model, engine=SGLangEngine(cache_bytes=1 << 21, bucket_bytes=1 << 10)))
     assert rows(made, "broadcast")["engine weights"] == 2 * PARAMETERS
-    assert rows(made, "generate")["cache"] == 1 << 20
+    assert rows(made, "generate")["cache"] == 1 << 21
     assert rows(made, "broadcast")["sync bucket"] == 2 * 320 * 128  # the embedding, which is the largest tensor
     whole = plan(setting(model, engine=SGLangEngine(bucket_bytes=1 << 30)))
     assert rows(whole, "broadcast")["sync bucket"] == 2 * PARAMETERS

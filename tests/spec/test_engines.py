@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rft.errors import BadInput
-from rft.spec import TransformersEngine, VLLMEngine
+from rft.spec import SGLangEngine, TransformersEngine, VLLMEngine
 
 
 def config(heads: int = 8, shared: int = 4, **more: Any) -> SimpleNamespace:
@@ -21,16 +21,18 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("heads", "shared", "parallel"), [(8, 8, 3), (24, 8, 3), (12, 4, 6)])
 def test_heads_that_tensor_parallelism_cannot_deal_out(heads: int, shared: int, parallel: int) -> None:
-    with pytest.raises(BadInput, match=f"tensor_parallel={parallel} "):
-        VLLMEngine().check(config(heads, shared), parallel)
+    for engine in (VLLMEngine(), SGLangEngine()):
+        with pytest.raises(BadInput, match=f"tensor_parallel={parallel} "):
+            engine.check(config(heads, shared), parallel)
 
 
 @pytest.mark.parametrize(("heads", "shared", "parallel"), [(24, 8, 4), (24, 8, 24), (12, 2, 4), (8, 1, 8)])
 def test_heads_that_are_shared_or_repeated(heads: int, shared: int, parallel: int) -> None:
     assert VLLMEngine().check(config(heads, shared), parallel) is None
+    assert SGLangEngine().check(config(heads, shared), parallel) is None
 
 
-@pytest.mark.parametrize("engine", [VLLMEngine, TransformersEngine])
+@pytest.mark.parametrize("engine", [VLLMEngine, SGLangEngine, TransformersEngine])
 @pytest.mark.parametrize(
     ("given", "longest"),
     [
@@ -65,6 +67,16 @@ def test_the_cache_holds_one_row_of_full_length(given: dict[str, Any], parallel:
     assert VLLMEngine(max_model_len=100, cache_bytes=least).check(config(**given), parallel) is None
     with pytest.raises(BadInput, match=f"too few blocks for one row of max_model_len=100, which takes {least}"):
         VLLMEngine(max_model_len=100, cache_bytes=least - 1).check(config(**given), parallel)
+
+
+@pytest.mark.parametrize(("parallel", "heads"), [(1, 4), (2, 2), (8, 1)])
+def test_sglangs_cache_has_a_page_of_its_own_too(parallel: int, heads: int) -> None:
+    least = (100 + 8 + 64) * 2 * heads * 16 * 2 * 2  # tokens, with what SGLang keeps back; layers; keys and values in bfloat16
+    assert SGLangEngine(max_model_len=100, cache_bytes=least).check(config(), parallel) is None
+    with pytest.raises(BadInput, match=f"it needs {least}"):
+        SGLangEngine(max_model_len=100, cache_bytes=least - 1).check(config(), parallel)
+    with pytest.raises(BadInput, match="compresses its cache"):
+        SGLangEngine().check(config(kv_lora_rank=8), 1)
 
 
 @pytest.mark.parametrize("given", [{"sliding_window": 64}, {"kv_lora_rank": 8}, {"layer_types": ["linear_attention"] * 2}])

@@ -146,7 +146,7 @@ def test_a_temperature_that_sglang_takes_for_0_is_refused(engine: SGLang, module
     ("changes", "tensor_parallel", "says"),
     [
         ({}, 3, "4 attention heads"),
-        ({"max_model_len": 4096}, 1, "max_model_len=2048"),
+        ({"max_model_len": 4096}, 1, "max_model_len=4096 is more than the 2048"),
         ({"cache_bytes": 1 << 10}, 1, "it needs"),
     ],
 )
