@@ -150,7 +150,7 @@ class SGLangEngine:
         known here, and for one that does not hold one row."""
         from rft.engines.sglang_options import check_cache
 
-        check_heads(config, tensor_parallel)
+        _ = check_heads(config, tensor_parallel)
         check_positions(self, config)
         check_cache(self, config, tensor_parallel)
 
