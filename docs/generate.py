@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from rft import loops
-from rft.experience import Sampling
 from rft.objectives import compositions
 from rft.ops import (
     advantages,
@@ -27,6 +26,7 @@ from rft.ops import (
     shaping,
     values,
 )
+from rft.sampling import Sampling
 
 PAGE = Path(__file__).with_name("algorithms.md")
 OPERATIONS: tuple[ModuleType, ...] = (

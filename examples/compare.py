@@ -18,7 +18,7 @@ import torch.distributed as dist
 import tyro
 from grpo import Rest
 from grpo_arithmetic import GrpoArithmetic, task
-from job import Task, main, upcoming
+from job import Task, Upcoming, main
 from objectives import Algorithm
 
 import rft
@@ -110,7 +110,7 @@ def run(job: Compare, learning: Task, data: Dataset, algorithm: Algorithm) -> Cu
     """One algorithm, from the model as it was."""
     with rft.launch(job.launch_spec()) as state:
         share = Share(index=dist.get_rank(), count=dist.get_world_size())
-        prompts, _ = upcoming(data, Cursor(seed=job.seed), share, job.prompts, job.steps * TRIES)
+        prompts = Upcoming(data, Cursor(seed=job.seed), share, job.prompts, job.steps * TRIES)
         return train(state, iter(prompts), job, algorithm, learning.reward)
 
 

@@ -4,7 +4,7 @@ import dataclasses as dc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -37,12 +37,12 @@ class Job:
 
     model: str
     """A Hugging Face model folder, or a hub id. It needs a chat template."""
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """Samples the responses: transformers is built in, vllm is to be installed."""
+    engine: Literal["transformers", "vllm", "sglang"] = "transformers"
+    """Samples the responses: transformers is built in, vllm and sglang are to be installed."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the computation, in training and sampling; the trained weights themselves are float32."""
     tensor_parallel: int = 1
-    """Ranks that share one engine; vllm only."""
+    """Ranks that share one engine; vllm and sglang only."""
     folder: Path | None = None
     """The run folder; by default the next free number below runs/. A run that has checkpoints there goes on from the newest."""
     save_every: int = 0
@@ -78,7 +78,7 @@ class Job:
     def launch_spec(self) -> rft.LaunchSpec:
         """The runtime of this job."""
         length = self.max_prompt_tokens + self.max_new_tokens
-        engines = {"transformers": rft.TransformersEngine, "vllm": rft.VLLMEngine}
+        engines = {"transformers": rft.TransformersEngine, "vllm": rft.VLLMEngine, "sglang": rft.SGLangEngine}
         return rft.LaunchSpec(
             model=self.model,
             engine=engines[self.engine](dtype=self.dtype, max_model_len=length),
@@ -165,8 +165,8 @@ def perform(job: Job, task: Task) -> None:
 
 def carry_out(job: Job, task: Task, name: str, recipe: RecipeT, learn: Loop[RecipeT]) -> None:
     """Trains by a loop, and tells the accuracy on the held-out questions before and after."""
-    tokenizer = find_model(job.model).tokenizer
-    data, measured = (tokenise(questions, tokenizer, max_tokens=job.max_prompt_tokens) for questions in (task.training, task.held_out))
+    model, limit = find_model(job.model), job.max_prompt_tokens
+    data, measured = (tokenise(q, model.tokenizer, max_tokens=limit, images=model.images) for q in (task.training, task.held_out))
     folder = job.folder or next_folder(Path("runs"), task.name)
     title = f"{name} on {task.name}: {Path(job.model).name}"
     with rft.launch(job.launch_spec()) as state:
@@ -182,15 +182,15 @@ def carry_out(job: Job, task: Task, name: str, recipe: RecipeT, learn: Loop[Reci
                 state, before = measure(state, measured, share, recipe)
                 progress = dc.replace(progress, before=before)
                 keep(state, folder, progress, job)
-            if torch.cuda.is_available():
+            if torch.cuda.is_available() and model.images is None:
                 run.plan(job.planned(share.count, torch.cuda.get_device_properties(0).total_memory).peaks())
             if progress.step == 0:
                 run.note(0, {"accuracy": progress.before})
             while progress.step < job.steps:
                 count = min(job.save_every or job.steps, job.steps - progress.step)
-                prompts, cursor = upcoming(data, progress.cursor, share, job.prompts, count)
+                prompts = Upcoming(data, progress.cursor, share, job.prompts, count)
                 state = learn(state, prompts, recipe, run, progress.step)
-                progress = dc.replace(progress, step=progress.step + count, cursor=cursor)
+                progress = dc.replace(progress, step=progress.step + count, cursor=prompts.cursor)
                 keep(state, folder, progress, job)
             state, after = measure(state, measured, share, recipe)
             run.note(job.steps, {"accuracy": after})
@@ -211,13 +211,16 @@ def keep(state: Rest, folder: Path, progress: Progress, job: Job) -> None:
         _ = rft.save(state, folder / CHECKPOINTS, progress, keep=job.keep)
 
 
-def upcoming(data: Dataset, cursor: Cursor, share: Share, size: int, count: int) -> tuple[list[rft.Prompts], Cursor]:
-    """This rank's prompts for `count` steps, and where the next ones come from."""
-    batches = list[rft.Prompts]()
-    for _ in range(count):
-        prompts, cursor = next_prompts(data, cursor, size, share)
-        batches.append(prompts)
-    return batches, cursor
+class Upcoming:
+    """This rank's prompts for `count` steps, each made when it is asked for; `cursor` is where the next ones come from."""
+
+    def __init__(self, data: Dataset, cursor: Cursor, share: Share, size: int, count: int) -> None:
+        self._data, self.cursor, self._share, self._size, self._count = data, cursor, share, size, count
+
+    def __iter__(self) -> Iterator[rft.Prompts]:
+        for _ in range(self._count):
+            prompts, self.cursor = next_prompts(self._data, self.cursor, self._size, self._share)
+            yield prompts
 
 
 def measure(start: Rest, data: Dataset, share: Share, recipe: Recipe) -> tuple[Rest, float]:

@@ -38,7 +38,8 @@ def make_room(state: RuntimeState[Awake, W, OnDevice, O], /) -> RuntimeState[Awa
 @rft.observation
 def actor_logprobs(state: RuntimeState[Any, Any, OnDevice, Any], rollouts: Rollouts, /) -> Float32[Tensor, "batch seq"]:
     """Scores rollouts by the Actor as it is now, beside the batch in hand: to see how far an update has moved it."""
-    return runtime_of(state).trainer.logprobs(rollouts.tokens, rollouts.mask, rollouts.sampled, rollouts.sampling.temperature or 1.0)
+    trainer, temperature = runtime_of(state).trainer, rollouts.sampling.temperature or 1.0
+    return trainer.logprobs(rollouts.tokens, rollouts.mask, rollouts.sampled, temperature, rollouts.images)
 
 
 # ---- the test ----

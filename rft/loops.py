@@ -13,12 +13,16 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from rft.data.minibatches import Cut, minibatches
-from rft.errors import BadInput, IllegalStep, ShapeError, TooFewGroups
-from rft.experience import Experience, Prompts, Rollouts, Sampling, assemble
+from rft.errors import BadInput, ConsumedState, IllegalStep, ShapeError, TooFewGroups
+from rft.experience import Experience, Prompts, Rollouts, assemble
+from rft.ledger.admission import living
 from rft.objectives import Objective
 from rft.ops import groups
+from rft.ops.parameters import require_function
 from rft.rewards.scoring import RewardFunction, Rewards
-from rft.state import A, Asleep, Awake, E, Fresh, NoOld, O, OldLogProbs, OnDevice, Role, RuntimeState, Stale, W
+from rft.sampling import Sampling
+from rft.shapes import check_fields
+from rft.state import A, Asleep, Awake, E, Fresh, NoOld, O, OldLogProbs, OnDevice, Role, RuntimeState, Stale, W, spelled
 from rft.steps import Metrics, average, broadcast, finish_batch, generate, offload, reload, rewards, train_step, wake
 
 T = TypeVar("T")
@@ -26,7 +30,7 @@ T = TypeVar("T")
 
 def refresh(state: RuntimeState[Asleep, Fresh | Stale, A, O], /) -> RuntimeState[Awake, Fresh, A, O]:
     """Broadcast, then wake: the engine generates from the current weights. An engine that is awake is refused before either."""
-    if type(state.engine) is not Asleep:
+    if type(state) is RuntimeState and type(state.engine) is not Asleep:
         raise IllegalStep("refresh(state) is broadcast and wake, and the engine is awake; write instead: state = broadcast(state)")
     return wake(broadcast(state))
 
@@ -41,9 +45,20 @@ def use(
     A role that is on the device already is refused, since it would not stay there: observe it directly. `observe` may only observe: a
     transition inside uses up the state that is to be offloaded. Where it raises, the role stays on the device, and
     `state = offload(living(state), role)` leads on.
+
+    Raises `ConsumedState` where `observe` uses another state than the one that it is given, `IllegalStep` where it took a transition.
     """
+    call = f"use(state, {spelled(role)}, observe)"
+    require_function(call, "observe", observe, ("state",))
     there = reload(state, role)
-    value = observe(there)
+    on = f"{spelled(role)} is on the device still: state = offload(living(state), {spelled(role)})"
+    try:
+        value = observe(there)
+    except ConsumedState as error:
+        only = "observe may only observe, and with the state that it is given: lambda there: reference_logprobs(there, …)"
+        raise ConsumedState(f"{call}: {only}; {on}\n  inside it, {error}") from error
+    if living(there) is not there:
+        raise IllegalStep(f"{call}: observe took a transition, and may only observe; take it before or after `use`; {on}")
     return offload(there, role), value
 
 
@@ -83,6 +98,7 @@ class Wanted:
     """Which rows are kept; of a group all or none."""
 
     def __post_init__(self) -> None:
+        check_fields(self, but=("at_bound",))
         if self.groups < 1 or self.bound < 1 or self.at_bound not in ("raise", "take"):
             raise BadInput(f"Wanted.groups and bound must be at least 1, at_bound 'raise' or 'take'; got {self}")
 

@@ -4,9 +4,19 @@ import dataclasses as dc
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
+from rft.data.images import ImageReader
 from rft.errors import BadInput
+from rft.images import placeholder_of
+
+Kind = Literal["CausalLM", "ImageTextToText", "SequenceClassification", "TokenClassification"]
+"""Of models, as transformers names them."""
+REWARDS: tuple[Kind, ...] = ("SequenceClassification", "TokenClassification")
+"""Those that reward models are of."""
 
 
 @dc.dataclass(frozen=True)
@@ -16,11 +26,18 @@ class ModelFolder:
     path: Path
     config: Any
     tokenizer: Any
+    images: ImageReader | None = None
+    """How prompts with images are made for it; None: it is a model of text alone."""
+
+    @property
+    def kind(self) -> Kind:
+        """Of the policy that it is."""
+        return "CausalLM" if self.images is None else "ImageTextToText"
 
 
 def find_model(model: str) -> ModelFolder:
-    """Finds a model folder or hub id, with a causal LM in it. Raises `BadInput` that says what is missing."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
+    """Finds a model folder or hub id, with a causal LM in it, which may take images. Raises `BadInput` that says what is missing."""
+    from transformers import AutoConfig, AutoTokenizer
 
     folder = Path(model).expanduser()
     if not folder.is_dir():
@@ -31,15 +48,62 @@ def find_model(model: str) -> ModelFolder:
         config: Any = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise BadInput(f"the configuration in {folder} cannot be read: {error}") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise BadInput(f"{folder} is no causal language model: its configuration is {type(config).__name__}")
+    kind = kind_of(config)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise BadInput(f"{folder} has no tokenizer that can be loaded: {error}") from error
     if not tokenizer("1", add_special_tokens=False)["input_ids"]:
         raise BadInput(f"{folder} has no tokenizer: what transformers makes up in its place knows no text")
-    return ModelFolder(folder, config, tokenizer)
+    return ModelFolder(folder, config, tokenizer, _image_reader(folder, config) if kind == "ImageTextToText" else None)
+
+
+def kind_of(config: Any) -> Kind:
+    """What kind of policy a configuration is of. Raises `BadInput` for one that is of none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "CausalLM"
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return "ImageTextToText"
+    raise BadInput(f"a {type(config).__name__} is the configuration of no causal language model, with or without images")
+
+
+def reward_kind(config: Any, named: str) -> Kind:
+    """What kind of reward model a configuration is of. Raises `BadInput` for one that does not give one number."""
+    kinds: list[str] = config.architectures or []
+    found: list[Kind] = [kind for kind in REWARDS if len(kinds) == 1 and kinds[0].endswith(kind)]
+    if not found:
+        is_one, wanted = ", ".join(kinds) or "model of no named class", " or ".join(f"…For{kind}" for kind in REWARDS)
+        raise BadInput(f"RewardModel.model {named} is a {is_one}, and must be a {wanted} with one label")
+    if config.num_labels != 1:
+        raise BadInput(f"RewardModel.model {named} has {config.num_labels} labels, and must have 1: its score")
+    return found[0]
+
+
+def auto_class(kind: Kind) -> Any:
+    """That of transformers for models of a kind."""
+    import transformers
+
+    return getattr(transformers, f"AutoModelFor{kind}")
+
+
+def stored_names(model: Any) -> dict[str, str]:
+    """What a checkpoint calls the tensors of a Hugging Face model: some are stored under other names than they have in memory.
+
+    They depend on the model's class alone, not on how its files had them. Raises `BadInput` where tensors are also stored in another
+    form, as experts that are held together.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # What loading has noted of the files is forgotten: a model that another rank has made without files must be named alike.
+    model._weight_conversions = None
+    marks: dict[str, Tensor] = {name: torch.empty(0) for name in model.state_dict(keep_vars=True)}
+    stored: dict[str, Tensor] = revert_weight_conversion(model, dict(marks))
+    back = {id(mark): name for name, mark in stored.items()}
+    if any(id(mark) not in back for mark in marks.values()):
+        raise BadInput(f"{type(model).__name__} is stored in another form than it has in memory; its weights cannot be streamed yet")
+    return {name: back[id(mark)] for name, mark in marks.items()}
 
 
 @contextmanager
@@ -56,6 +120,24 @@ def reading_weights(folder: Path) -> Generator[None]:
 def attention_of(config: Any) -> str | None:
     """The attention to ask transformers for: the plain one where it caps its scores, which the default one leaves out; None: any."""
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
+
+
+def _image_reader(folder: Path, config: Any) -> ImageReader:
+    from transformers import AutoImageProcessor
+
+    placeholder = placeholder_of(config)
+    if placeholder is None:
+        raise BadInput(
+            f"{folder}: a {type(config).__name__} takes images in a way that is not known here; Qwen2-VL and Qwen2.5-VL can be used"
+        )
+    try:
+        processor: Any = AutoImageProcessor.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise BadInput(
+            f"{folder} takes images, and has no image processor that can be loaded (preprocessor_config.json, with the package pillow "
+            f"installed): {error}"
+        ) from error
+    return ImageReader(processor=processor, placeholder=placeholder)
 
 
 def _from_hub(model: str) -> Path:

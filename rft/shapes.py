@@ -10,7 +10,7 @@ import functools
 import re
 import typing
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from beartype import BeartypeConf, beartype
 from beartype.door import is_bearable
@@ -76,16 +76,33 @@ def check_record(record: Any) -> None:
                 raise ShapeError(f"{name}.{field}: axis {axis!r} is {size}, but {expected} in {name}.{where}; declared {_show(hint)}")
 
 
+class Made(Protocol):
+    """A record that steps are given, and what makes one, in words."""
+
+    made_by: ClassVar[str]
+
+
+def require_kind(call: str, name: str, value: object, kind: type[Made]) -> None:
+    """Raises `BadInput` for an argument of `call` that is no record of this kind; the message has what makes one."""
+    if not isinstance(value, kind):
+        raise BadInput(f"{call}: {name} must be {kind.__name__}, got {type(value).__name__}; {kind.made_by}")
+
+
 def check_fields(spec: Any, *, but: tuple[str, ...] = ()) -> None:
     """Checks every field of a frozen dataclass, but for some, against its annotation.
 
     Raises `BadInput` that names the field, and says what it may be.
     """
     for field, hint in _hints(type(spec)).items():
-        value = getattr(spec, field)
-        if field not in but and not is_bearable(value, hint, conf=_CONF):
-            told = " or ".join(map(repr, typing.get_args(hint))) if typing.get_origin(hint) is typing.Literal else _named(hint)
-            raise BadInput(f"{type(spec).__name__}.{field} must be {told}, got {value!r}")
+        if field not in but:
+            require_hint(f"{type(spec).__name__}.{field}", getattr(spec, field), hint)
+
+
+def require_hint(name: str, value: object, hint: Any) -> None:
+    """Raises `BadInput` for a value that is not what an annotation says."""
+    if not is_bearable(value, hint, conf=_CONF):
+        told = " or ".join(map(repr, typing.get_args(hint))) if typing.get_origin(hint) is typing.Literal else _named(hint)
+        raise BadInput(f"{name} must be {told}, got {value!r}")
 
 
 @functools.cache

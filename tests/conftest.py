@@ -1,4 +1,4 @@
-"""What needs vLLM or DeepSpeed lies in files or folders named after it: those tests get its mark, and are not collected without it."""
+"""What needs vLLM, SGLang or DeepSpeed lies in files or folders named after it, gets its mark, and is not collected without it."""
 
 import importlib.util
 import sys
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-OPTIONAL = ("vllm", "deepspeed")
+pytest.register_assert_rewrite("rft.testing.engines")
+
+OPTIONAL = ("vllm", "sglang", "deepspeed")
 
 
 def needs(path: Path) -> list[str]:

@@ -2,7 +2,8 @@
 
 import torch
 
-from rft.experience import Rollouts, Sampling
+from rft.experience import Rollouts
+from rft.sampling import Sampling
 from rft.state import BatchId
 
 

@@ -60,11 +60,11 @@ named() { # named ENGINE: the test files that need it, by their name or by a mar
 }
 
 part environment make transformers
-own=.venv-transformers/bin/python with_vllm=.venv-vllm/bin/python with_deepspeed=.venv-deepspeed/bin/python
+own=.venv-transformers/bin/python with_vllm=.venv-vllm/bin/python with_sglang=.venv-sglang/bin/python with_deepspeed=.venv-deepspeed/bin/python
 limit=(timeout "${minutes}m") pytest=(-m pytest --durations=10 -m)
 
 # What takes one core goes side by side. The tests that start ranks come after it, and have the cores to themselves.
-begin environments make vllm deepspeed
+begin environments make vllm sglang deepspeed
 legality=(tests/test_state.py tests/test_ledger.py tests/test_steps.py)
 alone=(tests/data tests/engines tests/environments tests/memory tests/ops tests/rewards tests/static tests/telemetry tests/testing)
 mapfile -t rest < <(printf '%s\n' tests/test_*.py | grep -vxF "$(printf '%s\n' "${legality[@]}")")
@@ -76,13 +76,15 @@ if [ "$speed" = "not slow" ]; then
   part format "$own" -m ruff format --check .
   part import-order .venv-transformers/bin/lint-imports --no-cache
 fi
-part tests-alone "${limit[@]}" "$own" "${pytest[@]}" "$speed and not vllm and not deepspeed" "${alone[@]}" "${rest[@]}"
+part tests-alone "${limit[@]}" "$own" "${pytest[@]}" "$speed and not vllm and not sglang and not deepspeed" "${alone[@]}" "${rest[@]}"
 [ "$speed" = "slow" ] || finish types legality-covered
 finish environments
-part tests-ranks "${limit[@]}" "$own" "${pytest[@]}" "$speed and not vllm and not deepspeed" "${alone[@]/#/--ignore=}" "${rest[@]/#/--ignore=}" \
+part tests-ranks "${limit[@]}" "$own" "${pytest[@]}" "$speed and not vllm and not sglang and not deepspeed" "${alone[@]/#/--ignore=}" "${rest[@]/#/--ignore=}" \
   "${legality[@]/#/--ignore=}" tests
 mapfile -t files < <(named vllm)
 part tests-vllm "${limit[@]}" "$with_vllm" "${pytest[@]}" "$speed and vllm" "${files[@]}"
+mapfile -t files < <(named sglang)
+part tests-sglang "${limit[@]}" "$with_sglang" "${pytest[@]}" "$speed and sglang" "${files[@]}"
 mapfile -t files < <(named deepspeed)
 part tests-deepspeed env DS_ACCELERATOR=cpu "${limit[@]}" "$with_deepspeed" "${pytest[@]}" "$speed and deepspeed" "${files[@]}"
 

@@ -1,14 +1,15 @@
 import dataclasses as dc
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import rft
+from rft.engines.protocol import Request
 from rft.errors import BadInput, ShapeError
 from rft.parallel.seeds import seed_of
-from rft.testing import SAMPLING, scripted_launch, scripted_minibatch, scripted_prompts
+from rft.testing import SAMPLING, scripted_devices, scripted_launch, scripted_minibatch, scripted_prompts
 from tests.refusals import State, sampled, trained, with_old
 
 
@@ -43,6 +44,47 @@ def rollouts_of(**changes: Any) -> rft.Rollouts:
 def experience_of(rollouts: rft.Rollouts) -> rft.Experience:
     rewards = torch.arange(len(rollouts), dtype=torch.float32)
     return rft.experience(rollouts, rewards, rewards[:, None] * rollouts.sampled)
+
+
+def some_images() -> rft.Images:
+    return rft.Images(pixels=torch.randn(4, 6), grids=torch.tensor([[1, 2, 2]]))
+
+
+# ---- images ----
+
+
+def test_images_go_with_their_rows_and_are_never_copied() -> None:
+    one, two = some_images(), some_images()
+    first, second = rollouts_of(images=(one, None)), rollouts_of(batch=rft.BatchId("c"), images=(two, two))
+    joined = rft.assemble((first, torch.tensor([1, 0])), (second, torch.tensor([1])), (rollouts_of(), torch.tensor([0])))
+    assert joined.images is not None
+    assert all(got is expected for got, expected in zip(joined.images, (None, one, two, None), strict=True))
+    both = rft.concatenate(experience_of(first), experience_of(rollouts_of()), experience_of(second))
+    taken = rft.take(both, torch.tensor([5, 2, 0])).images
+    assert taken is not None
+    assert all(got is expected for got, expected in zip(taken, (two, None, one), strict=True))
+    assert next(rft.minibatches(both, rft.Cut())).images is not None
+
+
+def test_rows_without_images_have_no_column_of_them() -> None:
+    first = rollouts_of(images=(some_images(), None))
+    assert rft.assemble((first, torch.tensor([1]))).images is None
+    assert rft.take(experience_of(first), torch.tensor([1])).images is None
+    assert rft.concatenate(experience_of(rollouts_of())).images is None
+
+
+def test_a_column_of_images_has_all_rows() -> None:
+    with pytest.raises(ShapeError, match=r"Rollouts\.images has 1 entries for 2 rows"):
+        rollouts_of(images=(some_images(),))
+    with pytest.raises(ShapeError, match=r"Experience\.images has 3 entries for 2 rows"):
+        dc.replace(experience_of(rollouts_of()), images=(None,) * 3)
+
+
+def test_images_are_refused_by_a_model_of_text(ready: State) -> None:
+    prompts = dc.replace(scripted_prompts(2), images=(None, some_images()))
+    with pytest.raises(BadInput, match="prompt 1 of rank 0: it has images, and scripted is a model of text alone"):
+        _ = rft.generate(ready, prompts, SAMPLING)
+    assert len(rft.generate(ready, scripted_prompts(2), SAMPLING)) == 2 * SAMPLING.samples
 
 
 # ---- what is refused ----
@@ -95,34 +137,6 @@ def test_rewards_and_advantages_fit_their_rollouts() -> None:
         _ = rft.experience(rollouts, torch.ones(2), torch.ones(2))
     with pytest.raises(ShapeError, match="origin names a batch beyond the 1 in batches"):
         _ = dc.replace(experience_of(rollouts), origin=torch.tensor([0, 1]))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"samples": 0},
-        {"max_new_tokens": 0},
-        {"max_new_tokens": -1},
-        {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"temperature": float("inf")},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"top_k": -1},
-        {"top_k": 2.5},
-        {"max_new_tokens": 1.5},
-        {"samples": 2.0},
-        {"min_p": -0.1},
-        {"min_p": 1.1},
-        {"stop": "text"},
-        {"stop": ("",)},
-        {"stop_tokens": [3]},
-        {"stop_tokens": (-1,)},
-    ],
-)
-def test_sampling_refuses_what_cannot_work(wrong: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match=next(iter(wrong))):
-        _ = rft.Sampling(**wrong)
 
 
 # ---- joining and taking ----
@@ -218,6 +232,18 @@ def test_rows_that_are_not_there_cannot_be_taken(rows: Any, says: str) -> None:
         _ = rft.take(experience_of(rollouts_of()), rows)
 
 
+def test_what_is_of_another_kind_is_told_what_makes_one() -> None:
+    rollouts: Any = rollouts_of()
+    with pytest.raises(BadInput, match=r"source must be Experience, got Rollouts; experience\(rollouts, rewards, advantages\) makes one"):
+        _ = rft.take(rollouts, torch.tensor([0]))
+    with pytest.raises(BadInput, match="each of parts must be Experience, got Rollouts"):
+        _ = rft.concatenate(rollouts)
+    with pytest.raises(BadInput, match="rollouts must be Rollouts, got list"):
+        _ = rft.experience(cast(Any, [rollouts]), torch.ones(2), torch.ones(2, 5))
+    with pytest.raises(ShapeError, match=r"Experience\.rewards must be a tensor"):
+        _ = rft.experience(rollouts, cast(Any, [1.0, 1.0]), torch.ones(2, 5))
+
+
 def test_rows_of_several_rollouts_are_assembled_to_rollouts_of_their_own() -> None:
     long = rollouts_of()
     cut = {name: getattr(long, name)[1:, :3] for name in ("tokens", "mask", "sampled", "logprobs", "versions")}
@@ -240,13 +266,15 @@ def test_rows_of_several_rollouts_are_assembled_to_rollouts_of_their_own() -> No
 
 
 def test_rollouts_are_the_prompts_tokens_and_then_the_sampled_ones_and_nothing_else(ready: State) -> None:
-    prompts = scripted_prompts(3)
+    prompts, engine = scripted_prompts(3), scripted_devices(ready).engine
+    assert engine is not None
     rollouts = rft.generate(ready, prompts, SAMPLING)
     assert len(rollouts) == 6
     for row in range(6):
         prompt = prompts.tokens[row // 2][prompts.mask[row // 2]].tolist()
-        seed = seed_of(run=3, epoch=0, prompt=row // 2, draw=0, sample=row % 2)
-        response, finish = scripted_response(prompt, seed)
+        request = Request(tokens=tuple(prompt), seed=seed_of(run=3, epoch=0, prompt=row // 2, draw=0, sample=row % 2))
+        (completion,) = engine.generate([request], SAMPLING)
+        response, finish = list(completion.tokens), completion.finish
         length = len(prompt) + len(response)
         assert rollouts.tokens[row, :length].tolist() == prompt + response
         assert rollouts.tokens[row, length:].tolist() == [0] * (rollouts.tokens.shape[1] - length)
@@ -261,16 +289,8 @@ def test_rollouts_are_the_prompts_tokens_and_then_the_sampled_ones_and_nothing_e
     assert not rollouts.logprobs[~rollouts.sampled].any()
 
 
-def scripted_response(prompt: list[int], seed: int) -> tuple[list[int], str]:
-    """What the scripted engine says: (seed + 7 · position) mod 11, until a 0 or three tokens."""
-    response: list[int] = []
-    while len(response) < SAMPLING.max_new_tokens and 0 not in response:
-        response.append((seed + 7 * (len(prompt) + len(response))) % 11)
-    return response, "stop" if response[-1] == 0 else "length"
-
-
 def test_a_response_that_was_cut_off_has_no_end_that_it_never_sampled(ready: State) -> None:
-    rollouts = rft.generate(ready, scripted_prompts(12), SAMPLING)
+    rollouts = rft.generate(ready, scripted_prompts(60), SAMPLING)
     assert set(rollouts.finish) == {"stop", "length"}
     for row, finish in enumerate(rollouts.finish):
         response = rollouts.tokens[row][rollouts.sampled[row]].tolist()

@@ -36,6 +36,48 @@ def test_refresh_of_an_engine_that_is_awake_uses_nothing_up(begun: State) -> Non
     assert type(rft.broadcast(state).weights) is rft.Fresh
 
 
+def test_what_a_composition_is_given_is_checked_before_anything_moves(begun: State) -> None:
+    nothing: Any = None
+    with pytest.raises(rft.IllegalStep, match=r"needs a RuntimeState, got NoneType"):
+        _ = rft.refresh(nothing)
+    state = rft.refresh(begun)
+    rollouts: Any = rft.generate(state, PROMPTS, SAMPLING)
+    with pytest.raises(rft.BadInput, match="source must be Experience, got Rollouts"):
+        _ = rft.update(rft.compute_old_logprobs(state, rollouts), rollouts, rft.grpo(), Cut())
+
+
+def test_use_is_given_a_function() -> None:
+    observed: Any = torch.zeros(2)
+    with scripted_launch(beside="own") as state:
+        with pytest.raises(rft.BadInput, match=r"observe must be a function of \(state\)"):
+            _ = rft.use(state, rft.REFERENCE, observed)
+        assert state.roles.of(rft.REFERENCE).where == "host"
+        assert rft.legal(state)
+
+
+@pytest.mark.parametrize("inside", [rft.sleep, lambda outer: rft.average(outer, {})])
+def test_use_says_that_observe_is_given_its_state(inside: Any) -> None:
+    with scripted_launch(beside="own") as begun:
+        outer = rft.refresh(begun)
+        with pytest.raises(rft.ConsumedState) as caught:
+            _ = rft.use(outer, rft.REFERENCE, lambda _: inside(outer))
+        said = str(caught.value)
+        assert said.startswith("use(state, REFERENCE, observe): observe may only observe, and with the state that it is given")
+        assert "state = offload(living(state), REFERENCE)\n  inside it, " in said
+        state = rft.offload(rft.living(outer), rft.REFERENCE)
+        assert state.roles.of(rft.REFERENCE).where == "host"
+
+
+def test_use_says_that_observe_took_a_transition() -> None:
+    with scripted_launch(beside="own") as begun:
+        outer = rft.refresh(begun)
+        with pytest.raises(
+            rft.IllegalStep, match=r"observe took a transition, and may only observe; .* offload\(living\(state\), REFERENCE\)"
+        ):
+            _ = rft.use(outer, rft.REFERENCE, rft.sleep)
+        assert rft.is_at(rft.living(outer), rft.Asleep, rft.Stale, rft.OnDevice, rft.NoOld)
+
+
 def test_refresh_is_broadcast_and_wake(begun: State) -> None:
     state = rft.refresh(begun)
     assert rft.describe(state) == "RuntimeState[Awake, Fresh, OnDevice, NoOld] (version 0, generation 2)"
@@ -125,11 +167,12 @@ def training(*, evaluating: bool) -> list[object]:
 # ---- dynamic sampling ----
 
 
-def by_length(sample: rft.Sample) -> float:
-    """Differs within the groups whose responses are not of one length; a response that begins with 1 has none."""
-    if sample.response.startswith("1 "):
+def by_beginning(sample: rft.Sample) -> float:
+    """Differs within the groups whose responses do not begin alike; a response that begins with 1 has none."""
+    first = int(sample.response.split()[0])
+    if first == 1:
         raise ValueError("no reward for this one")
-    return float(sample.tokens)
+    return float(first > 5)
 
 
 def batches(*, taken: list[int]) -> Iterator[rft.Prompts]:
@@ -151,18 +194,18 @@ def teaching(collected: rft.Collected) -> dict[int, list[float]]:
 
 def test_groups_are_collected_until_enough_of_them_teach(begun: State) -> None:
     state, taken = rft.refresh(begun), list[int]()
-    collected = rft.collect_groups(state, batches(taken=taken), MANY, by_length, rft.Wanted(groups=4, bound=50))
+    collected = rft.collect_groups(state, batches(taken=taken), MANY, by_beginning, rft.Wanted(groups=4, bound=50))
     found = teaching(collected)
     assert len(found) == 4
     assert all(len(set(values)) > 1 for values in found.values())
     assert len(collected.rollouts) == 4 * MANY.samples
 
-    every = [rft.collect(state, prompts, MANY, by_length, draw=k) for k, prompts in zip(taken, batches(taken=[]), strict=False)]
+    every = [rft.collect(state, prompts, MANY, by_beginning, draw=k) for k, prompts in zip(taken, batches(taken=[]), strict=False)]
     useful = [g for part in every for g, values in teaching(part).items() if len(set(values)) > 1]
     assert list(found) == useful[:4], "the first ones, in their order"
     assert len([g for part in every[:-1] for g, values in teaching(part).items() if len(set(values)) > 1]) < 4, "and no batch too many"
     for row, reward_ in enumerate(collected.rewards.values.tolist()):
-        assert not collected.rewards.valid[row] or reward_ == float(collected.rollouts.sampled[row].sum())
+        assert not collected.rewards.valid[row] or reward_ == float(int(collected.rollouts.responses[row].split()[0]) > 5)
     failed = [row for row in range(len(collected.rollouts)) if not collected.rewards.valid[row]]
     assert [failure.row for failure in collected.rewards.failures] == failed
     assert rft.legal(state)
@@ -170,7 +213,7 @@ def test_groups_are_collected_until_enough_of_them_teach(begun: State) -> None:
 
 def test_collected_groups_are_trained_on_like_any_rollouts(begun: State) -> None:
     state = rft.refresh(begun)
-    collected = rft.collect_groups(state, batches(taken=[]), MANY, by_length, rft.Wanted(groups=2, bound=50))
+    collected = rft.collect_groups(state, batches(taken=[]), MANY, by_beginning, rft.Wanted(groups=2, bound=50))
     rollouts = collected.rollouts
     scored = rft.compute_old_logprobs(state, rollouts)
     experience = rft.experience(rollouts, collected.rewards.values, torch.ones(rollouts.tokens.shape) * rollouts.sampled)
@@ -182,9 +225,9 @@ def test_at_the_bound_too_few_groups_are_an_error_or_all_there_is(begun: State) 
     state = rft.refresh(begun)
     taken = list[int]()
     with pytest.raises(rft.TooFewGroups, match=r"after 2 batches of prompts .* of 40 groups are missing .*at_bound='take'"):
-        _ = rft.collect_groups(state, batches(taken=taken), MANY, by_length, rft.Wanted(groups=40, bound=2))
+        _ = rft.collect_groups(state, batches(taken=taken), MANY, by_beginning, rft.Wanted(groups=40, bound=2))
     assert taken == [0, 1]
-    some = rft.collect_groups(state, batches(taken=[]), MANY, by_length, rft.Wanted(groups=40, bound=2, at_bound="take"))
+    some = rft.collect_groups(state, batches(taken=[]), MANY, by_beginning, rft.Wanted(groups=40, bound=2, at_bound="take"))
     assert 0 < len(teaching(some)) < 40
     none = rft.collect_groups(state, batches(taken=[]), MANY, lambda _: 1.0, rft.Wanted(groups=1, bound=2, at_bound="take"))
     assert len(none.rollouts) == 0
@@ -200,7 +243,7 @@ def test_prompts_that_come_again_get_other_responses(begun: State) -> None:
 
 def test_a_prompt_that_is_kept_is_not_kept_again(begun: State) -> None:
     wanted = rft.Wanted(groups=4, bound=6, at_bound="take")
-    collected = rft.collect_groups(rft.refresh(begun), itertools.repeat(PROMPTS), MANY, by_length, wanted)
+    collected = rft.collect_groups(rft.refresh(begun), itertools.repeat(PROMPTS), MANY, by_beginning, wanted)
     counts = collected.rollouts.groups.unique(return_counts=True)[1]
     assert counts.tolist() == [MANY.samples] * len(counts)
     assert len(counts) <= 3
@@ -210,18 +253,18 @@ def test_a_prompt_that_is_kept_is_not_kept_again(begun: State) -> None:
 def test_what_does_not_say_of_each_row_whether_it_is_kept_is_refused(begun: State, given: torch.Tensor) -> None:
     wanted = rft.Wanted(groups=1, bound=1, keep=lambda _: given)
     with pytest.raises(rft.ShapeError, match=r"a bool for each of the 12 rows"):
-        _ = rft.collect_groups(rft.refresh(begun), iter([PROMPTS]), MANY, by_length, wanted)
+        _ = rft.collect_groups(rft.refresh(begun), iter([PROMPTS]), MANY, by_beginning, wanted)
 
 
 def test_a_list_of_batches_is_refused(begun: State) -> None:
     with pytest.raises(rft.BadInput, match=r"must be an iterator, got list; write iter\(batches\)"):
-        _ = rft.collect_groups(rft.refresh(begun), typing.cast(Any, [PROMPTS]), MANY, by_length, rft.Wanted(groups=1, bound=1))
+        _ = rft.collect_groups(rft.refresh(begun), typing.cast(Any, [PROMPTS]), MANY, by_beginning, rft.Wanted(groups=1, bound=1))
 
 
 def test_prompts_that_end_and_wants_that_cannot_be_met_are_refused(begun: State) -> None:
     state = rft.refresh(begun)
     with pytest.raises(rft.BadInput, match="no prompts left"):
         _ = rft.collect_groups(state, iter([PROMPTS]), MANY, lambda _: 1.0, rft.Wanted(groups=1, bound=2))
-    for wrong in ({"groups": 0}, {"bound": 0}, {"at_bound": "stop"}):
-        with pytest.raises(rft.BadInput, match="at least 1"):
+    for wrong, says in (({"groups": 0}, "at least 1"), ({"at_bound": "stop"}, "at least 1"), ({"groups": 1.5}, "must be int, got 1.5")):
+        with pytest.raises(rft.BadInput, match=says):
             _ = rft.Wanted(**{"groups": 1, "bound": 1, **wrong})

@@ -1,9 +1,9 @@
 import dataclasses as dc
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -321,7 +321,7 @@ def test_an_objective_that_no_trainer_could_use_is_refused_when_it_is_composed(o
 
 
 def test_names_of_other_systems_are_no_functions() -> None:
-    with pytest.raises(BadInput, match=r"policy_loss: aggregate must be a function, .* got 'token-mean'"):
+    with pytest.raises(BadInput, match=r"policy_loss: aggregate must be a function of \(values, mask, totals\), .* got 'token-mean'"):
         policy_loss(CLIP, aggregate="token-mean")
 
 
@@ -341,6 +341,19 @@ def test_a_keyword_that_is_misspelt_is_told_the_nearest_one(factory: Any, wrong:
         _ = factory(**{wrong: 1.0})
 
 
-def test_a_parameter_that_is_missing_is_an_error_when_it_is_composed() -> None:
-    with pytest.raises(TypeError, match="low"):
-        _ = policy_loss(losses.ppo_clip)
+@pytest.mark.parametrize(
+    ("compose", "says"),
+    [
+        (lambda: policy_loss(losses.ppo_clip), r"surrogate must be .*, and ppo_clip is none: .*'low'; .*functools\.partial\(ppo_clip, …\)"),
+        (lambda: policy_loss(CLIP, correction=corrections.truncated), r"correction must be .*, and truncated is none: .*'cap'"),
+        (lambda: policy_loss(CLIP, aggregate=aggregation.constant_length), r"call it .* what makes such a function, constant_length\(…\)"),
+        (lambda: combined(grpo), r"part 1 must be a function of \(scores, micro-batch, totals\), and grpo is none: .*, grpo\(…\)"),
+        (lambda: cast(Any, grpo)(clip="0.2"), "grpo: clip must be float, got '0.2'"),
+        (lambda: cast(Any, entropy_bonus)("0.1"), "entropy_bonus: coefficient must be float, got '0.1'"),
+        (lambda: cast(Any, policy_loss)(), "policy_loss: missing a required argument: 'surrogate'; it takes surrogate, aggregate"),
+        (lambda: cast(Any, reference_kl)(0.1, estimator=None), r"estimator must be a function of \(p, q\), .* got None"),
+    ],
+)
+def test_what_an_objective_cannot_be_made_of_is_an_error_when_it_is_composed(compose: Callable[[], object], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        _ = compose()

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses as dc
 import itertools
+import math
 import os
 import re
 import runpy
@@ -327,25 +328,45 @@ def test_batches_must_be_some_and_different(begun: State, count: int) -> None:
         _ = rft.compute_old_logprobs(ready, rollouts, max_lag=-1)
 
 
+def test_what_are_no_rollouts_is_refused() -> None:
+    given: Any = [rft.Rollouts]
+    with scripted_launch(beside="own") as begun:
+        taken: dict[str, Callable[[], object]] = {
+            "compute_old_logprobs(state, *rollouts): each of rollouts": lambda: rft.compute_old_logprobs(begun, given),
+            "adopt_logprobs(state, *rollouts): each of rollouts": lambda: rft.adopt_logprobs(begun, given, source="engine"),
+            "reference_logprobs(state, rollouts, role=REFERENCE): rollouts": lambda: rft.reference_logprobs(begun, given),
+            "values(state, rollouts): rollouts": lambda: rft.values(begun, given),
+            "model_rewards(state, rollouts, reward_model('kind')): rollouts": lambda: rft.model_rewards(
+                begun, given, rft.reward_model("kind")
+            ),
+            "rewards(state, rollouts, reward): rollouts": lambda: rft.rewards(begun, given, lambda _: 1.0),
+        }
+        for call, step in taken.items():
+            with refused(begun, BadInput, f"{call} must be Rollouts, got list; generate(state, prompts, sampling) gives them"):
+                _ = step()
+
+
 def test_what_is_no_mini_batch_or_objective_is_refused(begun: State) -> None:
     state, rollouts = with_old(begun)
-    with refused(state, BadInput, "needs a Minibatch, got Rollouts", "minibatches"):
+    with refused(state, BadInput, "minibatch must be Minibatch, got Rollouts", "`minibatches`, or `take`"):
         _ = rft.train_step(state, cast(Any, rollouts), OBJECTIVE)
-    with refused(state, BadInput, "supervised_step(state, minibatch) needs a Minibatch, got Rollouts"):
+    with refused(state, BadInput, "objective must be a function of (scores, micro-batch, totals), and grpo is none", "grpo(…)"):
+        _ = rft.train_step(state, scripted_minibatch(rollouts), cast(Any, rft.grpo))
+    with refused(state, BadInput, "supervised_step(state, minibatch): minibatch must be Minibatch, got Rollouts"):
         _ = rft.supervised_step(state, cast(Any, rollouts))
-    with refused(state, BadInput, "objective must be a function", "str"):
+    with refused(state, BadInput, "objective must be a function", "got 'grpo'"):
         _ = rft.train_step(state, scripted_minibatch(rollouts), cast(Any, "grpo"))
 
 
 @pytest.mark.parametrize(
     ("tokens", "says"),
-    [(0, "has 0 tokens"), (62, "has 62 tokens; it needs at least 1, and with max_new_tokens=3 at most the engine's max_model_len=64")],
+    [(0, "has 0 tokens"), (254, "has 254 tokens; it needs at least 1, and with max_new_tokens=3 at most the engine's max_model_len=256")],
 )
 def test_a_prompt_that_is_empty_or_too_long_is_refused(begun: State, tokens: int, says: str) -> None:
     ready = rft.refresh(begun)
     prompts = rft.Prompts(
-        tokens=torch.ones(1, 62, dtype=torch.int64),
-        mask=torch.arange(62)[None] < tokens,
+        tokens=torch.ones(1, 254, dtype=torch.int64),
+        mask=torch.arange(254)[None] < tokens,
         ids=torch.tensor([0]),
         epoch=0,
         texts=("",),
@@ -359,7 +380,7 @@ def test_a_prompt_that_is_empty_or_too_long_is_refused(begun: State, tokens: int
     ("prompts", "sampling", "more", "says"),
     [
         ([1, 2], SAMPLING, {}, "prompts must be Prompts, got list"),
-        (PROMPTS, {}, {}, "sampling must be a Sampling, got dict {}; write Sampling"),
+        (PROMPTS, {}, {}, "sampling must be Sampling, got dict; write Sampling"),
         (PROMPTS, SAMPLING, {"draw": "first"}, "draw must be an int, got 'first'"),
     ],
 )
@@ -371,7 +392,16 @@ def test_what_is_no_prompts_or_sampling_is_refused(begun: State, prompts: Any, s
         _ = rft.generate_stale(ready, prompts, sampling, max_lag=1, **more)
 
 
-@pytest.mark.parametrize(("values", "says"), [([1.0], "got list"), ({"x": [None]}, "must be numbers"), ({"x": 1.0}, "must be numbers")])
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ([1.0], "got list"),
+        ({"x": [None]}, "must be numbers"),
+        ({"x": 1.0}, "must be numbers"),
+        ({"x": [math.inf, 1.0, -math.inf]}, "the column 'x' has no mean"),
+        ({"x": [1e308, 1e308]}, "the column 'x' has no mean"),
+    ],
+)
 def test_what_has_no_mean_is_refused(begun: State, values: Any, says: str) -> None:
     with refused(begun, BadInput, "average(state, values)", says):
         _ = rft.average(begun, values)
@@ -427,9 +457,9 @@ def test_training_with_the_optimizer_on_the_host_is_refused(begun: State) -> Non
     _ = trained(rft.reload(state, rft.ACTOR_OPTIMIZER), rollouts)
 
 
-# The scripted device, in bytes: Actor 128, its optimizer 256, engine weights 64, cache 32, largest tensor of the stream 8.
+# The scripted device, in bytes: Actor 128, its optimizer 256, engine weights 64, cache 32, the weight stream 12.
 FULL = [
-    (455, lambda s: s, rft.broadcast, "broadcast(state)", ("sync bucket", "engine weights")),
+    (459, lambda s: s, rft.broadcast, "broadcast(state)", ("sync bucket", "engine weights")),
     (479, rft.broadcast, rft.wake, "wake(state)", ("engine cache",)),
     (447, lambda s: rft.broadcast(rft.offload_actor(s)), rft.reload_actor, "reload_actor(state)", ("actor",)),
     (

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from rft.checkpoint import manifest
+from rft.errors import BadInput
 
 log = logging.getLogger("rft")
 
@@ -31,9 +32,11 @@ class Checkpoint:
 
 
 def checkpoints(folder: Path) -> list[Checkpoint]:
-    """Those in `folder` by their names, the newest first; none where there is no such folder."""
+    """Those in `folder` by their names, the newest first; none where there is no such folder. Raises `BadInput` for one of them."""
     if not folder.is_dir():
         return []
+    if NAME.fullmatch(folder.absolute().name):
+        raise BadInput(f"{folder} is a checkpoint itself; give the folder that it lies in, {str(folder.absolute().parent)!r}")
     matches = [(NAME.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir()]
     return sorted((Checkpoint(int(m[1]), int(m[2]), path) for m, path in matches if m), reverse=True)
 
@@ -41,7 +44,7 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
 def newest_checkpoint(folder: Path | str) -> Path | None:
     """The newest checkpoint in `folder` whose files are all there, in full; None where there is none. Reads no checksums.
 
-    Those that are passed over are said.
+    Those that are passed over are said. Raises `BadInput` where `folder` is a checkpoint itself.
     """
     for found in checkpoints(Path(folder)):
         problem = manifest.problem(found.path)
@@ -60,12 +63,13 @@ def interrupted(folder: Path) -> list[Path]:
 
 
 def begin(folder: Path, version: int) -> Path:
-    """Removes what an earlier save has left behind, and makes the folder that the next checkpoint is written in. Raises `OSError`."""
+    """Removes what an earlier save has left behind, and makes the folder that the next checkpoint is written in. Raises `OSError`, and
+    `BadInput` where `folder` is a checkpoint itself."""
+    number = max((found.number for found in checkpoints(folder)), default=0) + 1
     folder.mkdir(parents=True, exist_ok=True)
     for path in interrupted(folder):
         log.warning("removing %s, which an interrupted save has left behind", path)
         shutil.rmtree(path)
-    number = max((found.number for found in checkpoints(folder)), default=0) + 1
     partial = folder / f"checkpoint-{number:06}-version-{version}{PARTIAL}"
     partial.mkdir()
     return partial

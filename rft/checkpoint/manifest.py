@@ -40,9 +40,12 @@ def read(checkpoint: Path) -> dict[str, File]:
     """The files that the manifest lists. Raises `OSError` or `ValueError` where it cannot be read."""
     listed: Any = json.loads((checkpoint / MANIFEST).read_bytes())
     try:
-        return {str(name): File(bytes=int(of["bytes"]), blake2b=str(of["blake2b"])) for name, of in listed["files"].items()}
+        files = {str(name): File(bytes=int(of["bytes"]), blake2b=str(of["blake2b"])) for name, of in listed["files"].items()}
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"it is no list of files: {error!r}") from error
+    if not files:
+        raise ValueError("it lists no files")
+    return files
 
 
 def problem(checkpoint: Path) -> str | None:

@@ -3,11 +3,11 @@
 Cobbe et al., Training Verifiers to Solve Math Word Problems, https://arxiv.org/abs/2110.14168
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rft.data.lines import json_lines
 from rft.data.questions import Question, check_questions
 from rft.errors import BadInput
 
@@ -22,7 +22,7 @@ def gsm8k(source: str, *, split: str = "train") -> tuple[Question, ...]:
     Raises `BadInput` where the source is missing or empty, or a row is not one of GSM8K; the message names the line.
     """
     path = Path(source).expanduser()
-    rows = _file_rows(path) if path.suffix in (".jsonl", ".json") or path.is_file() else _hub_rows(source, split)
+    rows = json_lines(path) if path.suffix in (".jsonl", ".json") or path.is_file() else _hub_rows(source, split)
     questions = tuple(_question(number, row, where) for number, (row, where) in enumerate(rows))
     check_questions(questions, source)
     return questions
@@ -37,20 +37,6 @@ def _question(number: int, row: Any, where: str) -> Question:
     if not row["question"].strip():
         raise BadInput(f"{where}: the question is empty")
     return Question(id=number, text=row["question"], answer=answer.strip().replace(",", ""))
-
-
-def _file_rows(path: Path) -> Iterable[tuple[Any, str]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"the questions in {path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            yield json.loads(line), f"{path}, line {number}"
-        except json.JSONDecodeError as error:
-            raise BadInput(f"{path}, line {number} is not JSON: {error}") from error
 
 
 def _hub_rows(name: str, split: str) -> Iterable[tuple[Any, str]]:

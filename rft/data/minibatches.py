@@ -2,10 +2,12 @@
 
 import dataclasses as dc
 from collections.abc import Iterator
+from typing import ClassVar
 
 from rft.data.questions import Last, check_last, shuffled
 from rft.errors import BadInput
 from rft.experience import Experience, Minibatch, take
+from rft.shapes import check_fields, require_kind
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,10 @@ class Cut:
     seed: int = 0
     """Of the order of the rows, which is another one in every epoch."""
 
+    made_by: ClassVar[str] = "write Cut(size=…)"
+
     def __post_init__(self) -> None:
+        check_fields(self, but=("last",))
         check_last(self.last)
         if self.epochs < 1 or (self.size is not None and self.size < 1):
             raise BadInput(f"Cut.size and epochs must be at least 1, got {self.size} and {self.epochs}")
@@ -41,6 +46,7 @@ class MinibatchCursor:
 
 def minibatches_per_epoch(rows: int, cut: Cut) -> int:
     """How many mini-batches an epoch over `rows` rows has. Raises `BadInput` for none: other ranks may wait for this one."""
+    require_kind("minibatches(source, cut)", "cut", cut, Cut)
     if cut.size is None:
         return 1
     count = rows // cut.size if cut.last == "drop" else -(-rows // cut.size)
@@ -65,6 +71,7 @@ def next_minibatch(source: Experience, cut: Cut, cursor: MinibatchCursor) -> tup
 
 def minibatches(source: Experience, cut: Cut) -> Iterator[Minibatch]:
     """All mini-batches of all epochs, in order. Raises `BadInput` at once where an epoch would have none."""
+    require_kind("minibatches(source, cut)", "source", source, Experience)
     _ = minibatches_per_epoch(len(source), cut)  # refuses now, not at the first `next`
     return _walk(source, cut)
 

@@ -12,17 +12,22 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from rft.data.images import ImageReader
 from rft.data.questions import Last, Question, check_last, check_questions, shuffled
 from rft.errors import BadInput
 from rft.experience import Prompts
+from rft.images import Images
+from rft.shapes import check_fields
 
 
 @dc.dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Questions with their prompts, tokenised once; `tokens[i]` belongs to `questions[i]`."""
+    """Questions with their prompts, tokenised once; `tokens[i]` belongs to `questions[i]`, and has the placeholders of its images."""
 
     questions: tuple[Question, ...]
     tokens: tuple[tuple[int, ...], ...]
+    images: ImageReader | None = None
+    """Processes the images of a prompt when a batch has it: of a large data set they would not fit in memory."""
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -36,6 +41,7 @@ class Share:
     count: int = 1
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 0 <= self.index < self.count:
             raise BadInput(f"Share.index must be from 0 to below count, got {self.index} of {self.count}")
 
@@ -49,30 +55,37 @@ class Cursor:
     position: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.epoch < 0 or self.position < 0:
             raise BadInput(f"Cursor.epoch and position must be at least 0, got {self.epoch} and {self.position}")
 
 
-def tokenise(questions: Sequence[Question], tokenizer: Any, *, max_tokens: int, system: str | None = None) -> Dataset:
+def tokenise(
+    questions: Sequence[Question], tokenizer: Any, *, max_tokens: int, system: str | None = None, images: ImageReader | None = None
+) -> Dataset:
     """Puts each question into the tokenizer's chat template, with the opening of the reply, and tokenises it.
 
-    `system` is a system message before the question; None leaves that to the template. Raises `BadInput` where there is no
-    question or no chat template, or where a prompt is longer than `max_tokens`; the message names the question.
+    `system` is a system message before the question; None leaves that to the template. `images` is what a model that takes some has
+    (`find_model(…).images`): every image is read and counted here, and has as many placeholders among the tokens as the model needs.
+
+    Raises `BadInput` where there is no question or no chat template, where a prompt is longer than `max_tokens`, where a question has
+    images and the model takes none, and where an image cannot be read; the message names the question.
     """
     check_questions(questions, "the data set")
     if max_tokens < 1:
         raise BadInput(f"max_tokens must be at least 1, got {max_tokens}")
     if not getattr(tokenizer, "chat_template", None):
         raise BadInput("the tokenizer has no chat template; take an instruction-tuned model, or set tokenizer.chat_template")
-    opening = [] if system is None else [{"role": "system", "content": system}]
-    tokens = tuple(_prompt(tokenizer, [*opening, {"role": "user", "content": q.text}]) for q in questions)
+    opening: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    tokens = tuple(_prompt(tokenizer, opening, question, images) for question in questions)
     for question, prompt in zip(questions, tokens, strict=True):
         if len(prompt) > max_tokens:
+            smaller = ", make its images fewer or smaller" if question.images else ""
             raise BadInput(
                 f"question {question.id} is {len(prompt)} tokens long as a prompt, more than max_tokens={max_tokens}: "
-                f"{question.text[:120]!r}; raise the limit or leave the question out"
+                f"{question.text[:120]!r}; raise the limit{smaller} or leave the question out"
             )
-    return Dataset(questions=tuple(questions), tokens=tokens)
+    return Dataset(questions=tuple(questions), tokens=tokens, images=images)
 
 
 def next_prompts(data: Dataset, cursor: Cursor, count: int, share: Share, *, last: Last = "drop") -> tuple[Prompts, Cursor]:
@@ -84,9 +97,9 @@ def next_prompts(data: Dataset, cursor: Cursor, count: int, share: Share, *, las
     """
     check_last(last)
     whole = count * share.count
-    if count < 1 or (last == "drop" and whole > len(data)):
+    if type(count) is not int or count < 1 or (last == "drop" and whole > len(data)):
         raise BadInput(
-            f"a batch of count={count} prompts on each of {share.count} ranks cannot be taken from {len(data)} questions; "
+            f"a batch of count={count!r} prompts on each of {share.count} ranks cannot be taken from {len(data)} questions; "
             "count must be at least 1, and with last='drop' a batch must not be larger than the data set"
         )
     left = len(data) - cursor.position
@@ -103,10 +116,39 @@ def all_prompts(data: Dataset, share: Share) -> Prompts:
     return _padded(data, torch.arange(share.index, len(data), share.count), epoch=0)
 
 
-def _prompt(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[int, ...]:
+def _prompt(tokenizer: Any, opening: list[dict[str, Any]], question: Question, images: ImageReader | None) -> tuple[int, ...]:
     # Rendered first and tokenised after: what `apply_chat_template` returns when it tokenises has changed between releases.
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    text = tokenizer.apply_chat_template([*opening, _message(question)], tokenize=False, add_generation_prompt=True)
+    tokens = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not question.images:
+        return tokens
+    if images is None:
+        raise BadInput(f"question {question.id} has images, and the model takes none, or tokenise was not given its `images`")
+    try:
+        return images.expanded(tokens, [images.count(path) for path in question.images])
+    except BadInput as error:
+        raise BadInput(f"question {question.id}: {error}") from error
+
+
+def _message(question: Question) -> dict[str, Any]:
+    """What the user says; of text alone as text, which every template knows."""
+    if not question.images:
+        return {"role": "user", "content": question.text}
+    return {"role": "user", "content": [*({"type": "image"} for _ in question.images), {"type": "text", "text": question.text}]}
+
+
+def _processed(data: Dataset, question: Question, tokens: Sequence[int]) -> Images | None:
+    """The images of one prompt, once for all of its samples."""
+    if data.images is None or not question.images:
+        return None
+    images = data.images.process(question.images)
+    needed, there = sum(data.images.placeholder.counts(images)), tokens.count(data.images.placeholder.token)
+    if needed != there:
+        raise BadInput(
+            f"question {question.id}: its images need {needed} placeholders, and its prompt was given {there} when the data set was made; "
+            "the files have changed since"
+        )
+    return images
 
 
 def _padded(data: Dataset, rows: Int64[Tensor, "prompt"], epoch: int) -> Prompts:
@@ -115,6 +157,7 @@ def _padded(data: Dataset, rows: Int64[Tensor, "prompt"], epoch: int) -> Prompts
     width = max(map(len, tokens), default=0)
     padded = [[*prompt, *[0] * (width - len(prompt))] for prompt in tokens]
     lengths = torch.tensor([len(prompt) for prompt in tokens], dtype=torch.int64)
+    images = tuple(_processed(data, question, prompt) for question, prompt in zip(questions, tokens, strict=True))
     return Prompts(
         tokens=torch.tensor(padded, dtype=torch.int64).reshape(len(tokens), width),
         mask=torch.arange(width)[None, :] < lengths[:, None],
@@ -122,4 +165,5 @@ def _padded(data: Dataset, rows: Int64[Tensor, "prompt"], epoch: int) -> Prompts
         epoch=epoch,
         texts=tuple(q.text for q in questions),
         answers=tuple(q.answer for q in questions),
+        images=images if any(each is not None for each in images) else None,
     )

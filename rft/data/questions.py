@@ -22,6 +22,8 @@ class Question:
     id: int
     text: str
     answer: str
+    images: tuple[str, ...] = ()
+    """Files of the images that stand before the text, in this order."""
 
 
 def check_questions(questions: Sequence[Question], source: str) -> None:

@@ -12,8 +12,10 @@ from rft.effects.budget import needed_to_score, needed_to_train, require_room
 from rft.effects.runtime import runtime_of
 from rft.errors import BadInput, NonFiniteGradient, RoleError, ShapeError
 from rft.experience import Minibatch, Rollouts
-from rft.objectives import ValueObjective
+from rft.objectives import VALUE_OBJECTIVE, ValueObjective
+from rft.ops.parameters import require_function
 from rft.rewards.scoring import Rewards, given
+from rft.shapes import require_kind
 from rft.state import CRITIC, CRITIC_OPTIMIZER, EMA, REFERENCE, OnDevice, Role, RuntimeState, spelled
 
 State = RuntimeState[Any, Any, Any, Any]
@@ -24,20 +26,22 @@ def reference_logprobs(state: State, rollouts: Rollouts, role: Role) -> Float32[
     call = f"reference_logprobs(state, rollouts, role={spelled(role)})"
     runtime = runtime_of(state)
     with runtime.lockstep.agreement():
+        require_kind(call, "rollouts", rollouts, Rollouts)
         if role not in (REFERENCE, EMA):
             raise RoleError(f"{call}: only REFERENCE and EMA give log-probs of rollouts")
         require_here(call, state, role)
     require_room(call, state, needed_to_score(state, rollouts.mask, role=role))
     model = runtime.beside.frozen[role]
-    return model.logprobs(rollouts.tokens, rollouts.mask, rollouts.sampled, rollouts.sampling.temperature or 1.0)
+    return model.logprobs(rollouts.tokens, rollouts.mask, rollouts.sampled, rollouts.sampling.temperature or 1.0, rollouts.images)
 
 
 def values(state: State, rollouts: Rollouts) -> Float32[Tensor, "batch seq"]:
     """The Critic's value of the state that each sampled token was drawn in."""
-    runtime = runtime_of(state)
+    call, runtime = "values(state, rollouts)", runtime_of(state)
     with runtime.lockstep.agreement():
-        require_here("values(state, rollouts)", state, CRITIC)
-    require_room("values(state, rollouts)", state, needed_to_score(state, rollouts.mask, role=CRITIC))
+        require_kind(call, "rollouts", rollouts, Rollouts)
+        require_here(call, state, CRITIC)
+    require_room(call, state, needed_to_score(state, rollouts.mask, role=CRITIC))
     return runtime.beside.own_critic.values(rollouts.tokens, rollouts.mask, rollouts.sampled)
 
 
@@ -46,6 +50,7 @@ def model_rewards(state: State, rollouts: Rollouts, role: Role) -> Rewards:
     call = f"model_rewards(state, rollouts, {spelled(role)})"
     runtime = runtime_of(state)
     with runtime.lockstep.agreement():
+        require_kind(call, "rollouts", rollouts, Rollouts)
         require_here(call, state, role)
         if role not in runtime.beside.judges:
             raise RoleError(f"{call}: this role is no reward model; write reward_model(name), with a name of LaunchSpec.reward_models")
@@ -60,6 +65,7 @@ def train_critic(state: State, minibatch: Minibatch, objective: ValueObjective) 
     with runtime.lockstep.agreement():
         require_here(call, state, CRITIC)
         require_here(call, state, CRITIC_OPTIMIZER)
+        require_kind(call, "minibatch", minibatch, Minibatch)
         _check(call, minibatch, objective)
     require_room(call, state, needed_to_train(state, minibatch.mask, role=CRITIC))
     with runtime.ledger.irreversible("runtime", but=(BadInput, NonFiniteGradient, RoleError, ShapeError)):
@@ -86,11 +92,9 @@ def require_here(call: str, state: State, role: Role) -> None:
         raise RoleError(f"{call}: {name} is computed by the Actor, which is offloaded; write before it: state = reload_actor(state)")
 
 
-def _check(call: str, minibatch: object, objective: object) -> None:
-    """Raises `BadInput` for returns that are missing, or not finite at a sampled token; and for what is no mini-batch or objective."""
-    if not isinstance(minibatch, Minibatch) or not callable(objective):
-        what = f"{type(minibatch).__name__} and {type(objective).__name__}"
-        raise BadInput(f"{call} needs a Minibatch and a function of (values, micro-batch, totals), got {what}")
+def _check(call: str, minibatch: Minibatch, objective: object) -> None:
+    """Raises `BadInput` for returns that are missing, or not finite at a sampled token; and for what is no objective."""
+    require_function(call, "objective", objective, VALUE_OBJECTIVE)
     read = {"returns": minibatch.returns, "values": minibatch.values}
     for name, column in read.items():
         if column is None and name == "returns":

@@ -36,9 +36,9 @@ def on_device(state: RuntimeState[Any, Any, Any, Any]) -> dict[str, int]:
 
 
 def sync_bucket(runtime: Runtime) -> int:
-    """Bytes of the largest tensor of the weight stream, as it may be on the way alone; where tensors are gathered, those of a bucket."""
-    sizes = [_bytes(spec.shape, spec.dtype) for spec in runtime.trainer.manifest()]
-    return streamed(max(sizes, default=0), sum(sizes), runtime.world.size)
+    """Bytes of the weight stream that are on their way to the engine at most: see `rft.memory.steps.streamed`."""
+    manifest = runtime.trainer.manifest(runtime.engine.casts_to)
+    return streamed([_bytes(spec.shape, spec.dtype) for spec in manifest], runtime.world.size)
 
 
 def require_room(call: str, state: RuntimeState[Any, Any, Any, Any], adding: Mapping[str, int]) -> None:
@@ -95,9 +95,12 @@ def needed_to_train(state: RuntimeState[Any, Any, Any, Any], mask: Tensor, *, ro
 
 
 def _is_counted(runtime: Runtime) -> bool:
-    """Whether computing is added up: on a CPU, which pages, only against a limit that was asked for; without a model (scripted), never."""
+    """Whether computing is added up: on a CPU, which pages, only against a limit that was asked for; without a model (scripted), never.
+
+    Nor for a model that takes images: nothing is known here of what its vision tower takes.
+    """
     limited = runtime.world.device.type == "cuda" or runtime.spec.device_bytes is not None
-    return limited and runtime.model.config is not None
+    return limited and runtime.model.config is not None and runtime.model.images is None
 
 
 def _give_back(runtime: Runtime, size: int) -> None:

@@ -4,8 +4,8 @@ import dataclasses as dc
 from collections.abc import Sequence
 
 from rft.engines.protocol import Completion, Engine, Request
-from rft.experience import Draw, Sampling
 from rft.parallel.seeds import continued
+from rft.sampling import Draw, Sampling
 
 
 def generate(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -30,7 +30,7 @@ def _once(draw: Draw, stop_tokens: tuple[int, ...]) -> Sampling:
 
 
 def _after(request: Request, opening: Completion) -> Request:
-    return Request(tokens=(*request.tokens, *opening.tokens), seed=continued(request.seed))
+    return dc.replace(request, tokens=(*request.tokens, *opening.tokens), seed=continued(request.seed))
 
 
 def _joined(opening: Completion, end: Completion) -> Completion:

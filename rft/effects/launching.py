@@ -37,7 +37,8 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
         if not joined:
             _ = stack.callback(_leave_world)
         _require_alike(spec, lockstep)
-        model = _built(lockstep, lambda: find_model(spec.model))  # a node may lack what the others have
+        spec.check_shards(world.size)
+        model = _built(lockstep, lambda: _found(spec))  # a node may lack what the others have
         engine = None
         if spec.engine is not None:
             engine = _built(lockstep, partial(_engine, spec, spec.engine, model, world))
@@ -49,7 +50,26 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
         _ = stack.callback(trainer.close)
         beside = _beside(spec, model, world, trainer, lockstep, stack)
         _ = stack.push(lockstep.close)
-        yield Runtime(spec=spec, model=model, world=world, trainer=trainer, engine=engine, lockstep=lockstep, beside=beside)
+        narrows = lockstep.gather({} if engine is None else dict(engine.narrows))
+        yield Runtime(
+            spec=spec, model=model, world=world, trainer=trainer, engine=engine, lockstep=lockstep, beside=beside, narrows=narrows
+        )
+
+
+def _found(spec: LaunchSpec) -> ModelFolder:
+    """The Actor's model. Raises `BadInput` for what cannot stand beside one that takes images."""
+    model = find_model(spec.model)
+    if model.images is None:
+        return model
+    blind = ["critic"] * (spec.critic is not None) + ["reward_models"] * bool(spec.reward_models)
+    adapted = ["trainer.lora"] * (getattr(spec.trainer, "lora", None) is not None)
+    if blind or adapted:
+        raise BadInput(
+            f"LaunchSpec.{', '.join([*blind, *adapted])} cannot be used with {model.path}, a model that takes images: Critics and local "
+            "reward models read text alone, and adapters are for models of text; leave them out, or take a model of text"
+        )
+    log.info("%s takes images: what computing takes on the device is not counted before a step", model.path)
+    return model
 
 
 def _engine(spec: LaunchSpec, engine: Any, model: ModelFolder, world: World) -> Engine:

@@ -1,19 +1,22 @@
-"""Prompts into rollouts: a TP group generates together, and every rank takes back its own share."""
+"""Prompts into rollouts: the engines of all ranks share the prompts, and every rank takes back its own."""
 
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 from rft.effects import first_token
 from rft.effects.runtime import Runtime, runtime_of
-from rft.engines.protocol import Completion, Request
+from rft.effects.sharing import Shared
+from rft.engines.protocol import Completion, Request, SeeingEngine
 from rft.engines.requests import check_requests
 from rft.engines.stopping import StopStrings
 from rft.errors import BadInput, TooStale
-from rft.experience import Finish, Prompts, Rollouts, Sampling
+from rft.experience import Prompts, Rollouts
+from rft.images import misfit
 from rft.parallel.seeds import seed_of
+from rft.sampling import Finish, Sampling
+from rft.shapes import require_kind
 from rft.state import BatchId, PolicyVersion, RuntimeState
 
 
@@ -22,16 +25,17 @@ def generate(state: RuntimeState[Any, Any, Any, Any], prompts: Prompts, sampling
     runtime = runtime_of(state)
     version = state.weights.version
     assert version is not None, "an engine that is awake holds weights of some version"
-    with runtime.lockstep.agreement():
+    with runtime.lockstep.agreement() as exchange:
         _require_kinds(prompts, sampling, draw)
         own = _requests(runtime.spec.seed, prompts, sampling, draw)
         _check(runtime, own, sampling)
-    together = _gathered(runtime, own)
+        exchange.own = [(prompts.epoch, draw, prompt) for prompt in prompts.ids.tolist()]
+    _require_apart(exchange.everywhere)
+    shared = Shared(runtime.world, [own[i : i + sampling.samples] for i in range(0, len(own), sampling.samples)], sampling.max_new_tokens)
     with runtime.engine_effect():
-        completions = first_token.generate(runtime.engine, [request for part in together for request in part], sampling)
-    first = sum(map(len, together[: runtime.world.tp_rank]))
+        completions = first_token.generate(runtime.engine, shared.requests, sampling)
     stops = StopStrings(runtime.model.tokenizer, sampling.stop)
-    completions = [stops.cut(completion) for completion in completions[first : first + len(own)]]
+    completions = [stops.cut(completion) for completion in shared.own(completions)]
     runtime.generated, runtime.sampled_after = runtime.generated + 1, runtime.of_engine
     batch = BatchId(f"{runtime.generated}@{state.generation} of {runtime.name}")
     return _rollouts(runtime, batch, prompts, sampling, completions, version)
@@ -52,33 +56,20 @@ def check_lag(state: RuntimeState[Any, Any, Any, Any], max_lag: int) -> None:
 
 def _require_kinds(prompts: object, sampling: object, draw: object) -> None:
     """Raises `BadInput` for what is none of what `generate` takes."""
-    if not isinstance(prompts, Prompts):
-        way = "rft.data.prompts makes them (tokenise, then next_prompts)"
-        raise BadInput(f"generate(state, prompts, sampling): prompts must be Prompts, got {type(prompts).__name__}; {way}")
-    if not isinstance(sampling, Sampling):
-        what = f"{type(sampling).__name__} {sampling!r}"
-        raise BadInput(f"generate(state, prompts, sampling): sampling must be a Sampling, got {what}; write Sampling(temperature=…)")
+    require_kind("generate(state, prompts, sampling)", "prompts", prompts, Prompts)
+    require_kind("generate(state, prompts, sampling)", "sampling", sampling, Sampling)
     if type(draw) is not int:
         raise BadInput(f"generate(state, prompts, sampling, draw=…): draw must be an int, got {draw!r}")
 
 
 def _requests(run: int, prompts: Prompts, sampling: Sampling, draw: int) -> list[Request]:
-    rows = zip(prompts.ids.tolist(), prompts.tokens, prompts.mask, strict=True)
-    tokens = [(prompt, tuple(row[mask].tolist())) for prompt, row, mask in rows]
+    rows = zip(prompts.ids.tolist(), prompts.tokens, prompts.mask, prompts.images or (None,) * len(prompts), strict=True)
+    tokens = [(prompt, tuple(row[mask].tolist()), images) for prompt, row, mask, images in rows]
     return [
-        Request(tokens=ids, seed=seed_of(run=run, epoch=prompts.epoch, prompt=prompt, draw=draw, sample=sample))
-        for prompt, ids in tokens
+        Request(tokens=ids, images=images, seed=seed_of(run=run, epoch=prompts.epoch, prompt=prompt, draw=draw, sample=sample))
+        for prompt, ids, images in tokens
         for sample in range(sampling.samples)
     ]
-
-
-def _gathered(runtime: Runtime, own: list[Request]) -> list[list[Request]]:
-    """The requests of every rank of the TP group, in rank order."""
-    if runtime.world.tp_size == 1:
-        return [own]
-    together: list[list[Request]] = [[] for _ in range(runtime.world.tp_size)]
-    dist.all_gather_object(together, own, group=runtime.world.tp)
-    return together
 
 
 def _check(runtime: Runtime, own: Sequence[Request], sampling: Sampling) -> None:
@@ -90,9 +81,34 @@ def _check(runtime: Runtime, own: Sequence[Request], sampling: Sampling) -> None
                 f"generate(state, …): prompt {row // sampling.samples} of rank {runtime.world.rank} has {len(request.tokens)} tokens; it "
                 f"needs at least 1, and with max_new_tokens={sampling.max_new_tokens} at most the engine's max_model_len={limit}"
             )
-    text_config = getattr(runtime.model.config, "get_text_config", None)
+        if request.images is not None and (wrong := _unseen(runtime, request)):
+            raise BadInput(f"generate(state, …): prompt {row // sampling.samples} of rank {runtime.world.rank}: {wrong}")
+    text_config, reader = getattr(runtime.model.config, "get_text_config", None), runtime.model.images
     if text_config is not None:
-        check_requests(own, sampling, max_model_len=limit, vocab=int(text_config().vocab_size))
+        placeholder = None if reader is None else reader.placeholder
+        check_requests(own, sampling, max_model_len=limit, vocab=int(text_config().vocab_size), placeholder=placeholder)
+
+
+def _require_apart(everywhere: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+    """Raises `BadInput`, on all ranks, where two have the same prompt in the same epoch and draw: it would have the same seeds there."""
+    owners = dict[tuple[int, int, int], int]()
+    for rank, each in ((rank, each) for rank, asked in enumerate(everywhere) for each in asked):
+        other = owners.setdefault(each, rank)
+        if other != rank:
+            epoch, _, prompt = each
+            both = f"ranks {other} and {rank} both have prompt {prompt} of epoch {epoch}, and would sample the same responses"
+            own = "give each rank its own part, next_prompts(…, Share(index=rank, count=ranks)), or another draw"
+            raise BadInput(f"generate(state, prompts, sampling): {both}; {own}")
+
+
+def _unseen(runtime: Runtime, request: Request) -> str | None:
+    """Why the engine cannot take a request's images."""
+    reader, engine = runtime.model.images, runtime.engine
+    if reader is None:
+        return f"it has images, and {runtime.model.path} is a model of text alone; take one that takes images, such as Qwen2.5-VL"
+    if not isinstance(engine, SeeingEngine) or not engine.takes_images:
+        return f"it has images, and the engine {engine.name} takes none; write LaunchSpec(engine=TransformersEngine(…) or VLLMEngine(…))"
+    return None if request.images is None else misfit(list(request.tokens), request.images, reader.placeholder)
 
 
 def _rollouts(
@@ -130,4 +146,5 @@ def _rollouts(
         responses=tuple(decode([c.tokens for c in completions], skip_special_tokens=True)) if completions else (),
         answers=tuple(prompts.answers[row] for row in rows),
         sampling=sampling,
+        images=None if prompts.images is None else tuple(prompts.images[row] for row in rows),
     )

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses as dc
 import secrets
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rft.effects.watch import Watch
 from rft.engines.protocol import Engine
 from rft.ledger import Ledger
 from rft.models import ModelFolder
+from rft.narrow import Narrows
 from rft.parallel.lockstep import Lockstep
 from rft.parallel.world import World
 from rft.spec import LaunchSpec
@@ -57,10 +58,13 @@ class Runtime(Devices):
         engine: Engine | None,
         lockstep: Lockstep,
         beside: Beside = Beside(),
+        narrows: Sequence[Narrows] = (),
     ) -> None:
         self.ledger = Ledger()
         self.cannot = _cannot(engine, trainer)
         self.spec, self.model, self.world, self.trainer, self.lockstep, self.beside = spec, model, world, trainer, lockstep, beside
+        self.narrows = narrows
+        """What the engine of every rank takes of the Actor's tensors."""
         self.lacking = _lacking(trainer, beside)
         self.movable = _movable(trainer, beside)
         self._engine = engine

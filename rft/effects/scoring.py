@@ -12,6 +12,7 @@ from rft.effects.budget import needed_to_score, require_room
 from rft.effects.runtime import runtime_of
 from rft.errors import BadInput, TooStale, WrongBatch
 from rft.experience import DEMONSTRATIONS, Minibatch, Rollouts
+from rft.shapes import require_kind
 from rft.state import BatchLogProbs, OldLogProbs, RuntimeState
 
 
@@ -22,9 +23,8 @@ def compute(state: RuntimeState[Any, Any, Any, Any], rollouts: Sequence[Rollouts
         _check("compute_old_logprobs", state, rollouts, max_lag)
     require_room("compute_old_logprobs(state, *rollouts)", state, needed_to_score(state, *(r.mask for r in rollouts)))
     trainer = runtime.trainer
-    batches = tuple(
-        BatchLogProbs(batch=r.batch, values=trainer.logprobs(r.tokens, r.mask, r.sampled, r.sampling.temperature or 1.0)) for r in rollouts
-    )
+    values = [trainer.logprobs(r.tokens, r.mask, r.sampled, r.sampling.temperature or 1.0, r.images) for r in rollouts]
+    batches = tuple(BatchLogProbs(batch=r.batch, values=each) for r, each in zip(rollouts, values, strict=True))
     return OldLogProbs(version=state.version, batches=batches, source="actor")
 
 
@@ -70,8 +70,10 @@ def _joined(known: dict[Any, Tensor | None], minibatch: Minibatch) -> Float32[Te
 
 
 def _check(call: str, state: RuntimeState[Any, Any, Any, Any], rollouts: Sequence[Rollouts], max_lag: int) -> None:
-    if not rollouts or max_lag < 0:
-        raise BadInput(f"{call}(state, *rollouts): needs at least one Rollouts and max_lag of at least 0; got {len(rollouts)}, {max_lag}")
+    for r in rollouts:
+        require_kind(f"{call}(state, *rollouts)", "each of rollouts", r, Rollouts)
+    if not rollouts or type(max_lag) is not int or max_lag < 0:
+        raise BadInput(f"{call}(state, *rollouts): needs at least one Rollouts and max_lag of at least 0; got {len(rollouts)}, {max_lag!r}")
     if len({r.batch for r in rollouts}) < len(rollouts):
         raise WrongBatch(f"{call}(state, *rollouts): the same batch was given twice: {', '.join(r.batch for r in rollouts)}")
     for r in rollouts:

@@ -16,6 +16,7 @@ from rft.effects.budget import require_room, sync_bucket
 from rft.effects.runtime import Runtime, runtime_of
 from rft.engines.protocol import AdapterEngine
 from rft.errors import SyncFailed
+from rft.narrow import UNCUT, Narrows, shape_in
 from rft.state import Awake, Fresh, OnDevice, RuntimeState
 from rft.trainers.protocol import Adapted, Sending
 
@@ -27,6 +28,7 @@ class _Delivery:
     sent: Sending
     load: Callable[[Iterator[tuple[str, Tensor]]], Mapping[str, int]]
     checksums: Callable[[], Mapping[str, int]]
+    narrows: Narrows
 
 
 def broadcast(state: RuntimeState[Any, Any, Any, Any]) -> Fresh:
@@ -37,10 +39,14 @@ def broadcast(state: RuntimeState[Any, Any, Any, Any]) -> Fresh:
     _require_room(state, runtime)
     awake = type(state.engine) is Awake
     with runtime.engine_effect():
-        runtime.engine.wake_weights()
+        # Each of these may be collective, over the ranks of an engine or over all: none is begun where another rank has failed.
+        with runtime.lockstep.agreement():
+            runtime.engine.wake_weights()
         for each in deliveries:
-            received = each.load(_as_promised(each.sent))
-            _compare(received, each.checksums())
+            with runtime.lockstep.agreement():
+                received = each.load(_as_promised(each.sent, each.narrows))
+            with runtime.lockstep.agreement():
+                _compare(received, each.checksums())
         runtime.engine.flush()
         if awake:
             runtime.watch.ask_engine(runtime.engine, state.version)
@@ -51,13 +57,14 @@ def broadcast(state: RuntimeState[Any, Any, Any, Any]) -> Fresh:
 
 def _deliveries(runtime: Runtime) -> list[_Delivery]:
     """All weights; or, for an engine that holds an adapter apart from its base, the adapter, after the base where that is gone."""
-    engine, trainer = runtime.engine, runtime.trainer
+    engine, trainer, dtype = runtime.engine, runtime.trainer, runtime.engine.casts_to
     if not isinstance(engine, AdapterEngine):
-        whole = Sending(manifest=trainer.manifest(), tensors=trainer.stream_weights())
-        return [_Delivery(sent=whole, load=engine.load, checksums=engine.checksums)]
+        whole = Sending(manifest=trainer.manifest(dtype), tensors=trainer.stream_weights(dtype, runtime.narrows))
+        own = runtime.narrows[runtime.world.rank] if runtime.narrows else UNCUT
+        return [_Delivery(sent=whole, load=engine.load, checksums=engine.checksums, narrows=own)]
     assert isinstance(trainer, Adapted)
-    adapter = _Delivery(sent=trainer.adapter(), load=engine.load_adapter, checksums=engine.adapter_checksums)
-    base = [] if engine.has_base else [_Delivery(sent=trainer.base(), load=engine.load, checksums=engine.checksums)]
+    adapter = _Delivery(sent=trainer.adapter(), load=engine.load_adapter, checksums=engine.adapter_checksums, narrows=UNCUT)
+    base = [] if engine.has_base else [_Delivery(sent=trainer.base(dtype), load=engine.load, checksums=engine.checksums, narrows=UNCUT)]
     return [*base, adapter]
 
 
@@ -72,20 +79,22 @@ def _require_agreement(runtime: Runtime, deliveries: Sequence[_Delivery]) -> Non
 def _require_room(state: RuntimeState[Any, Any, Any, Any], runtime: Runtime) -> None:
     memory = runtime.engine.memory()
     missing = max(memory.weights - memory.mapped, 0)
-    adding = {"sync bucket": sync_bucket(runtime)} | ({"engine weights": missing} if missing else {})
+    adding = {"sync bucket": sync_bucket(runtime) + memory.bucket} | ({"engine weights": missing} if missing else {})
     require_room("broadcast(state)", state, adding)
 
 
-def _as_promised(sent: Sending) -> Iterator[tuple[str, Tensor]]:
-    """The stream, held against the manifest. It is exhausted in any case, since it contains collectives."""
+def _as_promised(sent: Sending, narrows: Narrows) -> Iterator[tuple[str, Tensor]]:
+    """The stream, held against the manifest, and what is taken here. It is exhausted in any case, since it contains collectives."""
     problem = None
     promised = iter(sent.manifest)
     for name, tensor in sent.tensors:
         spec = next(promised, None)
-        if problem is None and (spec is None or (spec.name, spec.shape, spec.dtype) != (name, tuple(tensor.shape), tensor.dtype)):
-            problem = f"{name} {tuple(tensor.shape)} {tensor.dtype} was streamed where the manifest has {spec}"
+        expected = spec and (spec.name, shape_in(narrows, spec.name, spec.shape), spec.dtype)
+        if problem is None and expected != (name, tensor.shape, tensor.dtype):
+            problem = f"{name} {tuple(tensor.shape)} {tensor.dtype} was streamed where the manifest has {expected}"
         if problem is None:
             yield name, tensor
+        del tensor  # the reader may have let go of it, and the next one needs memory
     missing = next(promised, None)
     if problem or missing:
         raise SyncFailed(f"broadcast(state): {problem or f'the stream ended before {missing}'}")

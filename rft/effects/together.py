@@ -1,7 +1,7 @@
 """What is computed over the rows of all ranks: means for metrics, and functions of whole batches."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -19,15 +19,14 @@ T = TypeVar("T")
 
 def average(state: RuntimeState[Any, Any, Any, Any], values: Mapping[str, Iterable[float]]) -> dict[str, float]:
     """Mean of each column over the entries of all ranks; NaN for a column that is empty everywhere."""
-    lockstep = runtime_of(state).lockstep
-    with lockstep.agreement():
-        own = _sums(values)
-    everywhere = lockstep.gather(own)
+    with runtime_of(state).lockstep.agreement() as exchange:
+        exchange.own = own = _sums(values)
+    everywhere: list[dict[str, tuple[float, int]]] = exchange.everywhere
     for rank, part in enumerate(everywhere):
         if part.keys() != own.keys():
             both = f"{', '.join(map(repr, own)) or 'none'}, and rank {rank} {', '.join(map(repr, part)) or 'none'}"
             raise BadInput(f"average(state, values): this rank brings the columns {both}; bring the same ones, [] where there is nothing")
-    sums = {name: (sum(part[name][0] for part in everywhere), sum(part[name][1] for part in everywhere)) for name in own}
+    sums = {name: (_sum(name, [part[name][0] for part in everywhere]), sum(part[name][1] for part in everywhere)) for name in own}
     return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
 
 
@@ -39,7 +38,17 @@ def _sums(values: object) -> dict[str, tuple[float, int]]:
         columns = {name: [float(entry) for entry in column] for name, column in cast(Mapping[str, Any], values).items()}
     except (TypeError, ValueError) as error:
         raise BadInput(f"average(state, values): a column must be numbers, such as rewards.values.tolist(): {error}") from error
-    return {name: (math.fsum(column), len(column)) for name, column in columns.items()}
+    return {name: (_sum(name, column), len(column)) for name, column in columns.items()}
+
+
+def _sum(name: str, entries: Sequence[float]) -> float:
+    """Raises `BadInput` for infinities of both signs, and for numbers that are too large to be added up: they have no mean."""
+    try:
+        return math.fsum(entries)
+    except (ValueError, OverflowError) as error:
+        raise BadInput(
+            f"average(state, values): the column {name!r} has no mean ({error}); leave out entries that are not finite"
+        ) from error
 
 
 def all_rows(state: RuntimeState[Any, Any, Any, Any], rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -10,8 +10,10 @@ from rft.effects.runtime import runtime_of
 from rft.effects.scoring import join
 from rft.errors import BadInput, NonFiniteGradient, RoleError, ShapeError
 from rft.experience import Minibatch
-from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals, check_terms
+from rft.objectives import OBJECTIVE, LossTerms, MicroBatch, Objective, TokenScores, Totals, check_terms
 from rft.ops import corrections
+from rft.ops.parameters import require_function
+from rft.shapes import require_kind
 from rft.state import ACTOR_OPTIMIZER, OldLogProbs, RuntimeState
 
 
@@ -57,10 +59,8 @@ def _compared(objective: Objective, *, computed: bool) -> Objective:
 
 
 def _check(call: str, state: RuntimeState[Any, Any, Any, Any], minibatch: object, objective: object) -> None:
-    if not isinstance(minibatch, Minibatch):
-        raise BadInput(f"{call} needs a Minibatch, got {type(minibatch).__name__}; take one from an Experience with `minibatches`")
-    if not callable(objective):
-        raise BadInput(f"{call}: objective must be a function of (scores, micro-batch, totals), got {type(objective).__name__}")
+    require_kind(call, "minibatch", minibatch, Minibatch)
+    require_function(call, "objective", objective, OBJECTIVE)
     if state.roles.of(ACTOR_OPTIMIZER).where != "device":
         raise RoleError(f"{call}: the Actor's optimizer is on the host; write instead: state = reload(state, ACTOR_OPTIMIZER)")
 

@@ -4,13 +4,15 @@ Tied heads are two names for one tensor. A set has each tensor once, under which
 """
 
 import contextlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rft.errors import SyncFailed
+from rft.models import auto_class, kind_of, stored_names
+from rft.narrow import UNCUT, Narrows, shape_in
 
 Names = tuple[str, ...]
 """All names of one tensor; the first stands for it."""
@@ -21,27 +23,32 @@ def named(module: Any) -> dict[Names, Tensor]:
 
     Buffers that no checkpoint has (rotary frequencies) are none of them: nobody sends those, so they must never be released.
     """
-    names, tensors = dict[int, list[str]](), dict[int, Tensor]()
+    names, tensors, stored = dict[int, list[str]](), dict[int, Tensor](), stored_names(module)
     for name, tensor in module.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
+        names.setdefault(id(tensor), []).append(stored[name])
         tensors[id(tensor)] = tensor
     return {tuple(names[key]): tensors[key] for key in names}
 
 
 def shapes_of(config: Any) -> dict[Names, torch.Size]:
-    """The shapes of such a set, for a causal LM of this configuration; nothing of its size is allocated."""
-    from transformers import AutoModelForCausalLM
-
+    """The shapes of such a set, for a causal LM of this configuration, with images or without; nothing of its size is allocated."""
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config)
+        module = auto_class(kind_of(config)).from_config(config)
     return {names: tensor.shape for names, tensor in named(module).items()}
+
+
+def common_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
+    """That of all floating-point tensors, if they have the same."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 @contextlib.contextmanager
 def delivery(
-    tensors: Iterator[tuple[str, Tensor]], shapes: Mapping[Names, torch.Size], engine: str
+    tensors: Iterator[tuple[str, Tensor]], shapes: Mapping[Names, torch.Size], engine: str, narrows: Narrows = UNCUT
 ) -> Generator[Iterator[tuple[str, Tensor]]]:
-    """The tensors of a stream that belong to the set, under the names that they came with.
+    """The tensors of a stream that belong to the set, under the names that they came with; of each what `narrows` takes of it, whether
+    that comes or all of it.
 
     On leaving, the stream is exhausted in any case, since other ranks take part in it. Raises `SyncFailed` then that names what is
     unknown, of a wrong shape, or has not come.
@@ -55,10 +62,13 @@ def delivery(
             expected = missing.pop(first.get(name, ""), None)
             if expected is None:
                 problems.append(f"{name} {'came twice' if name in first else 'is not known'}")
-            elif expected != tensor.shape:
-                problems.append(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(expected)}")
-            else:
+            elif tensor.shape == shape_in(narrows, name, expected):
                 yield name, tensor
+            elif tensor.shape == expected:
+                yield name, narrows[name].of(tensor)
+            else:
+                problems.append(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(expected)}")
+            del tensor  # the reader may have let go of it, and the next one needs memory
 
     try:
         yield fitting()

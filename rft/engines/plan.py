@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rft.engines.delivery import Names
+from rft.engines.delivery import Names, common_dtype
+from rft.narrow import Narrow, Narrows, narrowed
 from rft.ops.checksum import checksum
-from rft.ops.transfer import standing, transfer
+from rft.ops.transfer import Table, reading, transfer
 
 Load = Callable[[Iterator[tuple[str, Tensor]]], object]
 """An engine's own loading of named tensors."""
@@ -37,9 +38,30 @@ class Copy:
     offset: int
 
     def source(self, tensor: Tensor) -> Tensor:
-        """The part of the whole named tensor that is copied."""
+        """The part of the named tensor that is copied."""
         whole = tensor.contiguous()
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
+
+    def first(self, shape: torch.Size) -> tuple[int, ...] | None:
+        """Where it begins in each dimension of a tensor of that shape; None: it is no plain block of it."""
+        strides, rest, found = _strides(shape), self.offset, list[int]()
+        if len(self.size) != len(shape) or any(
+            size > 1 and stride != whole for size, stride, whole in zip(self.size, self.stride, strides, strict=True)
+        ):
+            return None
+        for stride in strides:
+            index, rest = divmod(rest, stride)
+            found.append(index)
+        inside = all(index + size <= limit for index, size, limit in zip(found, self.size, shape, strict=True))
+        return tuple(found) if inside else None
+
+    def within(self, narrow: Narrow, shape: torch.Size) -> "Copy":
+        """The same write, where only that part of the whole tensor comes."""
+        first, strides = self.first(shape), _strides(narrow.shape(shape))
+        assert first is not None
+        moved = [index - narrow.first * (dim == narrow.dim) for dim, index in enumerate(first)]
+        offset = sum(index * stride for index, stride in zip(moved, strides, strict=True))
+        return Copy(self.target, self.size, strides, offset)
 
 
 @dc.dataclass(frozen=True)
@@ -53,8 +75,19 @@ class Fill:
 class Plan:
     """The writes of one whole loading, by the names of what they read."""
 
-    def __init__(self, copies: Mapping[str, list[Copy]], fills: list[Fill], aliases: Mapping[str, str]) -> None:
-        self._copies, self._fills, self._aliases = copies, fills, aliases
+    def __init__(self, copies: Mapping[str, list[Copy]], fills: list[Fill], shapes: Mapping[Names, torch.Size]) -> None:
+        self._fills, self._aliases = fills, {name: names[0] for names in shapes for name in names}
+        of = {names[0]: (shape, _narrow(copies.get(names[0], []), shape)) for names, shape in shapes.items()}
+        self._copies = {
+            name: copies.get(name, []) if narrow is None else [copy.within(narrow, shape) for copy in copies[name]]
+            for name, (shape, narrow) in of.items()
+        }
+        found = {alias: of[name][1] for alias, name in self._aliases.items()}
+        self.narrows: Narrows = {alias: narrow for alias, narrow in found.items() if narrow is not None}
+        """What of each tensor is read, where it is not all: nothing else of it is to come."""
+        self.casts_to = common_dtype(copy.target for each in copies.values() for copy in each)
+        """The dtype that everything is cast to as it is written; None: there are several."""
+        self._reading: tuple[Sequence[str], Table] = ((), reading([]))
 
     def install(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, int]:
         """Replays every write. Returns the checksums of what the copies read, cast to the engine's dtype, by the given names."""
@@ -65,13 +98,17 @@ class Plan:
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for name, tensor in tensors:
                 names.append(name)
-                yield from ((copy.target, copy.source(tensor)) for copy in self._copies[self._aliases[name]])
+                for copy in self._copies[self._aliases[name]]:
+                    yield copy.target, copy.source(tensor)
+                del tensor  # as `transfer` lets go of it
 
         return self._by_name(transfer(pairs()), names)
 
     def checksums(self, names: Sequence[str]) -> dict[str, int]:
         """Checksums of what lies now where the copies of each name wrote."""
-        return self._by_name(standing([copy.target for name in names for copy in self._copies[self._aliases[name]]]), names)
+        if self._reading[0] != names:  # the targets stay where they are, so that what is known of them is good for the next time
+            self._reading = names, reading([copy.target for name in names for copy in self._copies[self._aliases[name]]])
+        return self._by_name(self._reading[1].run(store=False), names)
 
     def _by_name(self, sums: Tensor, names: Sequence[str]) -> dict[str, int]:
         """One number a name: several copies of one tensor count together, in their order. Waits for the device once."""
@@ -94,8 +131,7 @@ def record(load: Load, shapes: Mapping[Names, torch.Size], memory: Mapping[str, 
         raise NoPlan(recorder.trouble[0])
     if unwritten := recorder.unwritten():
         raise NoPlan(f"loading does not write {', '.join(unwritten)}")
-    aliases = {name: names[0] for names in shapes for name in names}
-    plan = Plan({names[0]: recorder.copies.get(names[0], []) for names in shapes}, recorder.fills, aliases)
+    plan = Plan(recorder.copies, recorder.fills, shapes)
     _prove(plan, load, samples, memory)
     return plan
 
@@ -108,7 +144,7 @@ def _prove(plan: Plan, load: Load, samples: "_Samples", memory: Mapping[str, Ten
     loaded = {name: int(checksum(tensor)) for name, tensor in memory.items()}
     for tensor in memory.values():
         _ = tensor.detach().fill_(1)
-    read = plan.install(iter(samples))
+    read = plan.install(narrowed(iter(samples), plan.narrows))
     for name, tensor in memory.items():
         if int(checksum(tensor)) != loaded[name]:
             raise NoPlan(f"the replay does not give the bits of {name} that loading gives")
@@ -170,6 +206,25 @@ class _Recorder(TorchDispatchMode):
         else:
             what = f"{func} writes {self._owners[_storage(target)]}, and is no copy out of {name or 'a tensor of the set'}"
             self.trouble.append(what)
+
+
+def _narrow(copies: Sequence[Copy], shape: torch.Size) -> Narrow | None:
+    """The stretch of one dimension that has all that is read of a tensor, if it is less than all."""
+    firsts = [copy.first(shape) for copy in copies]
+    begins = [first for first in firsts if first is not None]
+    if not copies or len(begins) < len(copies):
+        return None
+    for dim, limit in enumerate(shape):
+        first = min(begin[dim] for begin in begins)
+        end = max(begin[dim] + copy.size[dim] for begin, copy in zip(begins, copies, strict=True))
+        if (first, end) != (0, limit):
+            return Narrow(dim, first, end)
+    return None
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
 
 
 def _written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

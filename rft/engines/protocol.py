@@ -12,7 +12,9 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from rft.experience import Finish, Sampling
+from rft.images import Images
+from rft.narrow import Narrows
+from rft.sampling import Finish, Sampling
 
 Keeping = Literal["release", "keep"]
 WHOLE = "*"
@@ -21,10 +23,12 @@ WHOLE = "*"
 
 @dc.dataclass(frozen=True, kw_only=True)
 class Request:
-    """One response to sample: the prompt's token ids and the seed of its random numbers."""
+    """One response to sample: the prompt's token ids, with the placeholders of its images, and the seed of its random numbers."""
 
     tokens: tuple[int, ...]
     seed: int
+    images: Images | None = None
+    """Only a `SeeingEngine` is given any. All requests of a prompt hold the same record."""
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,8 @@ class EngineMemory:
     weights: int
     cache: int
     mapped: int
+    bucket: int = 0
+    """What new weights go through there, while they come."""
 
 
 class Engine(Protocol):
@@ -51,6 +57,11 @@ class Engine(Protocol):
     name: str
     dtype: torch.dtype
     """Of the weights it computes with."""
+    casts_to: torch.dtype | None
+    """That `load` casts whatever it is given to before anything else, so that a stream in it arrives with the same bits as an exact one.
+    None: not everything to the same dtype, or there is more to its loading than casting."""
+    narrows: Narrows
+    """What this rank takes of the tensors that it does not take whole, its slices under TP; under every name that a tensor has."""
     max_model_len: int
     """Longest prompt and response together, in tokens."""
     keeps: Literal["device", "host"] | None
@@ -76,10 +87,12 @@ class Engine(Protocol):
         ...
 
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> Mapping[str, int]:
-        """Installs a whole set of named, full (unsharded) tensors of any float dtype, casting them, and finishes loading once.
+        """Installs a whole set of named tensors of any float dtype, casting them, and finishes loading once.
 
-        Returns the checksums of what was received, as cast and as far as this rank holds it (under TP, its slices): what
-        `checksums` gives where everything arrived. The iterator may contain collectives: it is exhausted, also on an error.
+        Each is full (unsharded), or what `narrows` takes of it.
+
+        Returns the checksums of what was received, as cast and as far as this rank holds it: what `checksums`
+        gives where everything arrived. The iterator may contain collectives: it is exhausted, also on an error.
         Raises `SyncFailed` for names that it does not know or did not get.
         """
         ...
@@ -103,6 +116,14 @@ class Engine(Protocol):
     def close(self) -> None:
         """Gives everything back. Idempotent."""
         ...
+
+
+@runtime_checkable
+class SeeingEngine(Engine, Protocol):
+    """An engine that may hold a model which takes images; one that holds none that does refuses requests with some."""
+
+    takes_images: bool
+    """Whether the model that it holds does."""
 
 
 @runtime_checkable

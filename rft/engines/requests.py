@@ -4,14 +4,24 @@ from collections.abc import Sequence
 
 from rft.engines.protocol import Request
 from rft.errors import BadInput
-from rft.experience import Sampling
+from rft.images import Placeholder, misfit
 from rft.models import ModelFolder
+from rft.sampling import Sampling
 
 
-def check_requests(requests: Sequence[Request], sampling: Sampling, *, max_model_len: int, vocab: int) -> None:
-    """Raises `BadInput` that names the first request that cannot be served; nothing has been computed then."""
+def check_requests(
+    requests: Sequence[Request], sampling: Sampling, *, max_model_len: int, vocab: int, placeholder: Placeholder | None = None
+) -> None:
+    """Raises `BadInput` that names the first request that cannot be served; nothing has been computed then.
+
+    `placeholder` is that of the engine's model; None: it takes no images.
+    """
     for index, request in enumerate(requests):
         check_tokens(request.tokens, f"request {index}", vocab)
+        if request.images is not None and placeholder is None:
+            raise BadInput(f"request {index} has images, and this engine's model takes none")
+        if request.images is not None and placeholder and (wrong := misfit(list(request.tokens), request.images, placeholder)):
+            raise BadInput(f"request {index}: {wrong}")
         longest = len(request.tokens) + sampling.max_new_tokens
         if longest > max_model_len:
             raise BadInput(

@@ -8,7 +8,7 @@ from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rft.experience import Sampling
+from rft.sampling import Sampling
 
 BLOCK = 256
 """Tokens of one block of the vocabulary; a draw finds its block first, and then looks into that alone."""
@@ -32,7 +32,7 @@ def draw(
         logprobs = logits.float().log_softmax(-1)
     else:
         logprobs = _cut(logits.float() / sampling.temperature, sampling).log_softmax(-1)
-        tokens = _invert(logprobs.exp(), numbers)
+        tokens = invert(logprobs.exp(), numbers)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 
@@ -53,7 +53,7 @@ def _cut(logits: Float32[Tensor, "row vocab"], sampling: Sampling) -> Float32[Te
     return torch.empty_like(logits).scatter_(1, order, ordered)
 
 
-def _invert(mass: Float32[Tensor, "row vocab"], numbers: Float64[Tensor, "row"]) -> Int64[Tensor, "row"]:
+def invert(mass: Float32[Tensor, "row vocab"], numbers: Float64[Tensor, "row"]) -> Int64[Tensor, "row"]:
     """The first token whose cumulative mass is above the number, in shares of the whole.
 
     Two levels, since a cumulative sum over the whole vocabulary costs more than all else here. At each, the number is scaled by the

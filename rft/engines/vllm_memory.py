@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from rft.engines.vllm_host import give_back_pages
+from rft.engines.pages import give_back_pages
 from rft.errors import BadInput
 
 if TYPE_CHECKING:

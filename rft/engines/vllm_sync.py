@@ -10,6 +10,7 @@ from torch import Tensor
 from rft.engines.delivery import Names
 from rft.engines.plan import Load, NoPlan, Plan, record
 from rft.engines.protocol import WHOLE
+from rft.narrow import UNCUT
 from rft.ops.checksum import checksum
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rft")
 PLAIN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
-PLAIN_MODULES = frozenset({"Attention"})
+PLAIN_MODULES = frozenset({"Attention", "MMEncoderAttention"})
 """vLLM's classes that compute with weights as they were loaded; any other with a step after loading may derive something from them."""
 
 
@@ -28,6 +29,7 @@ class PlanSync:
 
     def __init__(self, plan: Plan, names: tuple[str, ...]) -> None:
         self._plan, self._names = plan, names
+        self.casts_to, self.narrows = plan.casts_to, plan.narrows
 
     def install(self, tensors: Iterator[tuple[str, Tensor]]) -> Mapping[str, int]:
         """Returns the checksums of what came, cast, as far as this rank holds it."""
@@ -48,6 +50,9 @@ class ReloadSync:
     """
 
     path: Literal["plan", "reload"] = "reload"
+    casts_to: torch.dtype | None = None
+    """What packs or quantises is given what is exact."""
+    narrows = UNCUT
 
     def __init__(self, worker: "Worker") -> None:
         self._worker = worker

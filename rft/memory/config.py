@@ -6,11 +6,12 @@ and so is what is missing.
 
 import dataclasses as dc
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Tag, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from rft.errors import BadInput
 from rft.memory.setting import Schedule, Setting
@@ -23,13 +24,15 @@ from rft.spec import (
     MovingAverage,
     Reference,
     RewardModel,
+    SGLangEngine,
     SharedCritic,
     TransformersEngine,
     VLLMEngine,
 )
 
+T = TypeVar("T")
 KINDS: dict[str, dict[str, type | None]] = {
-    "engine": {"vllm": VLLMEngine, "transformers": TransformersEngine, "none": None},
+    "engine": {"vllm": VLLMEngine, "sglang": SGLangEngine, "transformers": TransformersEngine, "none": None},
     "trainer": {"fsdp2": FSDP2Trainer, "deepspeed": DeepSpeedTrainer},
     "critic": {"own": Critic, "shared": SharedCritic},
 }
@@ -69,7 +72,19 @@ def _rest(given: Any) -> Any:
 
 
 def _nothing(given: Any) -> None:
-    del given
+    """No specification has no keys."""
+    if others := _rest(given):
+        raise PydanticCustomError("other_keys", "{said}", {"said": f"kind 'none' goes with no other key; leave out {', '.join(others)}"})
+
+
+def _read_as(name: str) -> Callable[[type[T]], type[T]]:
+    """Calls what pydantic reads as what it stands for: errors say the name."""
+
+    def named(twin: type[T]) -> type[T]:
+        twin.__name__ = twin.__qualname__ = name
+        return twin
+
+    return named
 
 
 Trainer = Annotated[
@@ -79,12 +94,14 @@ Trainer = Annotated[
 ]  # fmt: skip
 Engine = Annotated[
     Annotated[VLLMEngine, BeforeValidator(_rest), Tag("vllm")]
+    | Annotated[SGLangEngine, BeforeValidator(_rest), Tag("sglang")]
     | Annotated[TransformersEngine, BeforeValidator(_rest), Tag("transformers")]
     | Annotated[None, BeforeValidator(_nothing), Tag("none")],
     Discriminator(_kind),
 ]
 
 
+@_read_as("Critic")
 @dc.dataclass(frozen=True, kw_only=True)
 class _Critic(Critic):
     trainer: Trainer = dc.field(default_factory=FSDP2Trainer)
@@ -96,6 +113,7 @@ AnyCritic = Annotated[
 ]
 
 
+@_read_as("LaunchSpec")
 @dc.dataclass(frozen=True, kw_only=True)
 class _Launch(LaunchSpec):
     engine: Engine = dc.field(default_factory=TransformersEngine)
@@ -103,6 +121,7 @@ class _Launch(LaunchSpec):
     critic: AnyCritic | None = None
 
 
+@_read_as("Setting")
 @dc.dataclass(frozen=True, kw_only=True)
 class _Setting(Setting):
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -122,6 +141,8 @@ def _problem(error: Any) -> str:
         return f"{where}: there is no such key; there are {', '.join(there)}"
     if what == "missing":
         return f"{where}: missing ({owner.__name__} needs it)"
+    if what == "dataclass_type":
+        return f"{where}: it must be a table, got {error['input']!r}"
     if what in ("union_tag_invalid", "union_tag_not_found"):
         given = f"kind is {error['ctx']['tag']!r}" if "ctx" in error and "tag" in error["ctx"] else "kind is missing"
         return f"{where}: {given}; write one of {', '.join(map(repr, KINDS[place[-1]]))}"

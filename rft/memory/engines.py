@@ -7,7 +7,7 @@ from rft.errors import BadInput
 from rft.memory.activations import Pass, activations
 from rft.memory.outline import Blueprint, outline
 from rft.memory.sharding import itemsize
-from rft.spec import EngineSpec, TransformersEngine, VLLMEngine
+from rft.spec import DType, EngineSpec, SGLangEngine, TransformersEngine, VLLMEngine
 
 VLLM_LIBRARIES = 2330 << 20
 """What vLLM's kernels and libraries take of the card outside of every allocator, asleep or awake: as measured on an H200 with a 0.5B and
@@ -21,11 +21,19 @@ SAMPLER = 5
 PROFILED_TOKENS = 16384
 """Tokens that vLLM computes together at most, by its own default on a card of the H200's size."""
 
+SGLANG_PROCESS, SGLANG_GRAPHS = VLLM_LIBRARIES, 1 << 30
+"""What SGLang's process takes of the card outside of every allocator, and its buffers and graphs, which sleep with its cache. Not
+measured: the first is taken to be vLLM's."""
+SGLANG_PREFILL = 8192
+"""Tokens that SGLang computes together at most, by its own default on a card of the H200's size."""
+
 
 @dc.dataclass(frozen=True, kw_only=True)
 class EngineHolds:
     """Bytes of this rank."""
 
+    dtype: DType
+    """Of its weights."""
     weights: int
     cache: int
     graphs: int
@@ -38,6 +46,8 @@ class EngineHolds:
     """While it generates."""
     keeps: str | None
     """Where a sleep that keeps the weights leaves them."""
+    bucket: int = 0
+    """What new weights go through, beside what gathers them."""
 
 
 def engine_holds(spec: EngineSpec, of: Blueprint, tensor_parallel: int, *, rows: int, longest_prompt: int, longest: int) -> EngineHolds:
@@ -45,16 +55,18 @@ def engine_holds(spec: EngineSpec, of: Blueprint, tensor_parallel: int, *, rows:
 
     Raises `BadInput` for an engine that is none of ours, and for what it would refuse: at launch, or rows that are too long for it.
     """
-    if isinstance(spec, VLLMEngine | TransformersEngine):
+    if isinstance(spec, VLLMEngine | SGLangEngine | TransformersEngine):
         spec.check(of.config.get_text_config(), tensor_parallel)
         if longest > spec.max_model_len:
             both = f"longest_prompt and longest_response are {longest} tokens together"
             raise BadInput(f"{both}, more than the engine's max_model_len={spec.max_model_len}")
     if isinstance(spec, VLLMEngine):
         return _vllm(spec, of, tensor_parallel)
+    if isinstance(spec, SGLangEngine):
+        return _sglang(spec, of, tensor_parallel)
     if isinstance(spec, TransformersEngine):
         return _transformers(spec, of, rows=min(rows, spec.max_rows), longest_prompt=longest_prompt, longest=longest)
-    raise BadInput(f"memory can be planned for VLLMEngine and TransformersEngine, not for {type(spec).__name__}")
+    raise BadInput(f"memory can be planned for VLLMEngine, SGLangEngine and TransformersEngine, not for {type(spec).__name__}")
 
 
 def _vllm(spec: VLLMEngine, of: Blueprint, tensor_parallel: int) -> EngineHolds:
@@ -63,7 +75,8 @@ def _vllm(spec: VLLMEngine, of: Blueprint, tensor_parallel: int) -> EngineHolds:
     prefill = PROFILED_TOKENS * own * widest // tensor_parallel
     buffers = VLLM_BUFFERS + PROFILED_TOKENS * own * int(config.hidden_size)
     return EngineHolds(
-        weights=own * sum(_vllm_part(shape, tensor_parallel) for shape in outline(of).shapes),
+        dtype=spec.dtype,
+        weights=own * sum(_part(shape, tensor_parallel) for shape in outline(of).shapes),
         cache=spec.cache_bytes,
         graphs=buffers + (0 if spec.eager else VLLM_GRAPHS),
         libraries=VLLM_LIBRARIES,
@@ -73,7 +86,24 @@ def _vllm(spec: VLLMEngine, of: Blueprint, tensor_parallel: int) -> EngineHolds:
     )
 
 
-def _vllm_part(shape: Any, tensor_parallel: int) -> int:
+def _sglang(spec: SGLangEngine, of: Blueprint, tensor_parallel: int) -> EngineHolds:
+    own, config = itemsize(spec.dtype), of.config.get_text_config()
+    shapes = outline(of).shapes
+    prefill = SGLANG_PREFILL * own * (3 * config.intermediate_size + 2 * config.hidden_size) // tensor_parallel
+    return EngineHolds(
+        dtype=spec.dtype,
+        weights=own * sum(_part(shape, tensor_parallel) for shape in shapes),
+        cache=spec.cache_bytes,
+        graphs=0,
+        libraries=SGLANG_PROCESS,
+        mapped=MAPPED,
+        generating=(0 if spec.eager else SGLANG_GRAPHS) + max(prefill, SAMPLER * 4 * spec.max_rows * int(config.vocab_size)),
+        keeps="device",
+        bucket=max(own * max(shape.numel() for shape in shapes), min(spec.bucket_bytes, own * sum(shape.numel() for shape in shapes))),
+    )
+
+
+def _part(shape: Any, tensor_parallel: int) -> int:
     """Matrices are cut, vectors are not (those of fused biases are small)."""
     return shape.numel() // tensor_parallel if len(shape) > 1 else shape.numel()
 
@@ -88,6 +118,7 @@ def _transformers(spec: TransformersEngine, of: Blueprint, *, rows: int, longest
     prompts = Pass(tokens=rows * longest_prompt, wanted=1, longest=longest_prompt, dtype=spec.dtype)
     sampling = SAMPLER * 4 * rows * int(config.vocab_size)
     return EngineHolds(
+        dtype=spec.dtype,
         weights=own * outline(of).parameters,
         cache=layer * int(config.num_hidden_layers),
         graphs=0,

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rft.errors import BadInput
+from rft.images import placeholder_of
 from rft.models import attention_of
 from rft.spec import LoRA
 from rft.trainers import adapter
@@ -73,13 +74,16 @@ def blueprint(config: Any, head: Head = "language", lora: LoRA | None = None) ->
 
 
 def read_config(model: str) -> Any:
-    """The configuration of a model folder or hub id; no other file is read. Raises `BadInput`."""
+    """The configuration of a model folder or hub id; no other file is read. Raises `BadInput`, also for a model that takes images."""
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model)
+        config: Any = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
         raise BadInput(f"{model!r} is neither a folder with a config.json nor a model that the hub gives: {error}") from error
+    if placeholder_of(config) is not None:
+        raise BadInput(f"{model!r} is a {type(config).__name__}, which takes images: what its vision tower takes cannot be planned yet")
+    return config
 
 
 @functools.lru_cache(maxsize=32)

@@ -13,8 +13,9 @@ from rft.memory.outline import Blueprint, Outline, outline
 from rft.memory.setting import Setting
 from rft.memory.sharding import FP32, Held, itemsize
 from rft.memory.steps import Rows, Work, scoring, streamed, training
-from rft.spec import DeepSpeedTrainer, SharedCritic
+from rft.spec import DeepSpeedTrainer, DType, SharedCritic
 from rft.spec.training import Training
+from rft.trainers.gathering import most
 
 CONTEXT = 1400 << 20
 """What the driver, loaded kernels and the workspaces of libraries take of a card; measured on an H200, once all phases had run."""
@@ -112,12 +113,19 @@ def plan(setting: Setting) -> Plan:
     )
 
 
-def sync_bucket(shape: Outline, trainer: Training, ranks: int) -> int:
-    """What streaming the weights takes beside both copies: nothing where every rank has all of them."""
+def sync_bucket(shape: Outline, trainer: Training, ranks: int, engine: DType | None = None) -> int:
+    """What streaming the weights takes beside both copies: nothing where every rank has all of them.
+
+    They go to an engine in its dtype, where that is the smaller one, but for those that an adapter is added to; or, as exact as they are,
+    to an average, which lets go of each at once.
+    """
     if ranks == 1 or (isinstance(trainer, DeepSpeedTrainer) and trainer.stage < 3):
         return 0
-    size = itemsize(trainer.dtype) if isinstance(trainer, DeepSpeedTrainer) else FP32
-    return streamed(size * shape.largest_tensor, size * shape.parameters, ranks)
+    held = itemsize(trainer.dtype) if isinstance(trainer, DeepSpeedTrainer) else FP32
+    if engine is None:
+        return most([held * each.numel() for each in shape.shapes])
+    size = held if shape.adapter else min(held, itemsize(engine))
+    return streamed([size * each.numel() for each in shape.shapes], ranks)
 
 
 # ---- the phases, and who is there in each ----
@@ -128,7 +136,8 @@ def _phases(cast: _Cast) -> dict[str, list[Rows]]:
     ranks = setting.world_size
     phases: dict[str, list[Rows]] = {}
     if cast.engine is not None:
-        bucket = {"sync bucket": sync_bucket(outline(cast.actor), trainer, ranks) + _merging(cast)}
+        gathered = sync_bucket(outline(cast.actor), trainer, ranks, cast.engine.dtype)
+        bucket = {"sync bucket": gathered + _merging(cast) + cast.engine.bucket}
         weights = {"engine weights": cast.engine.weights}
         awake = {**weights, "cache": cast.engine.cache}
         phases["broadcast"] = [{**_there(cast, "broadcast", mapped=cast.engine.mapped), **weights, **bucket}]

@@ -7,6 +7,7 @@ from rft.memory.outline import Blueprint, blueprint, outline, read_config
 from rft.memory.setting import Setting
 from rft.memory.sharding import FP32, MOMENTS, Held, frozen, held, ours, shards_of
 from rft.memory.steps import Rows, asking, scoring, training
+from rft.models import reward_kind
 from rft.spec import Critic, FrozenSpec, LaunchSpec
 from rft.spec.training import Training
 
@@ -70,8 +71,13 @@ def ema(setting: Setting, actor: Blueprint) -> Model | None:
 def reward_models(setting: Setting) -> dict[str, Model]:
     """Local reward models by name."""
     launch = setting.launch
-    named = {name: blueprint(read_config(spec.model), "reward") for name, spec in launch.reward_models.items()}
-    return {name: _asked(f"reward model {name}", launch.reward_models[name], of, setting) for name, of in named.items()}
+    return {name: _asked(f"reward model {name}", spec, _judge(spec.model), setting) for name, spec in launch.reward_models.items()}
+
+
+def _judge(model: str) -> Blueprint:
+    config = read_config(model)
+    _ = reward_kind(config, model)
+    return blueprint(config, "reward")
 
 
 def critic(setting: Setting, actor: Blueprint) -> Model | None:

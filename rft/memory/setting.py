@@ -58,6 +58,12 @@ class Setting:
             raise BadInput(f"device_gib and host_gib must be above 0 and finite, got {self.device_gib} and {self.host_gib}")
         if self.world_size % self.launch.tensor_parallel:
             raise BadInput(f"tensor_parallel={self.launch.tensor_parallel} does not divide world_size={self.world_size}")
+        self.launch.check_shards(self.world_size)
+        if self.schedule.offload_actor and getattr(self.launch.trainer, "offload", False):
+            raise BadInput(
+                "schedule.offload_actor and launch.trainer.offload: FSDP2Trainer(offload=True) keeps the Actor on the host by itself, and "
+                "offload_actor(state) is refused with it; leave one of them out"
+            )
         if self.ranks_per_host is not None and self.ranks_per_host < 1:
             raise BadInput(f"ranks_per_host must be at least 1, got {self.ranks_per_host}")
         if self.ranks_per_host is not None and self.ranks_per_host % self.launch.tensor_parallel:

@@ -1,14 +1,15 @@
 """What a trainer's pass and its optimizer step add to weights and moments, at each moment that may be the fullest."""
 
 import dataclasses as dc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from rft.memory.activations import Activations, Pass, activations
 from rft.memory.outline import Blueprint, Outline, outline
 from rft.memory.sharding import FP32, itemsize, shards_of
+from rft.ops.transfer import BATCH
 from rft.spec import DeepSpeedTrainer, DType, FSDP2Trainer
 from rft.spec.training import Training
-from rft.trainers.gathering import BUCKET
+from rft.trainers.gathering import most
 
 LIVE = 1_000_000_000
 """Parameters that ZeRO 3 keeps gathered at most, by its own default (stage3_max_live_parameters)."""
@@ -51,9 +52,11 @@ class Work:
         return max(-(-self.tokens // max(budget, self.longest)), 1)
 
 
-def streamed(largest: int, whole: int, ranks: int) -> int:
-    """Bytes that a stream of weights has on the way at most: one tensor, or what is gathered together."""
-    return largest if ranks == 1 else min(whole, BUCKET + largest)
+def streamed(sizes: Sequence[int], ranks: int) -> int:
+    """Bytes that a stream of tensors of these sizes takes at most before they are in the engine: what waits for the next launch there,
+    and one tensor or, where they are gathered, what is on its way."""
+    coming, copies = (most(sizes), 2) if ranks > 1 else (max(sizes, default=0), 1)
+    return min(copies * sum(sizes), BATCH + coming)
 
 
 def scoring(of: Blueprint, trainer: Training, work: Work, ranks: int, *, read: Blueprint | None = None) -> Rows:

@@ -16,7 +16,17 @@ import torch
 from torch import Tensor
 
 from rft.errors import BadInput
-from rft.objectives.protocol import LossTerms, MicroBatch, Objective, TokenScores, ValueObjective, check_terms, tried, tried_on_values
+from rft.objectives.protocol import (
+    OBJECTIVE,
+    LossTerms,
+    MicroBatch,
+    Objective,
+    TokenScores,
+    ValueObjective,
+    check_terms,
+    tried,
+    tried_on_values,
+)
 from rft.ops import corrections, losses
 from rft.ops import values as value_losses
 from rft.ops.aggregation import Aggregation, Totals, token_mean
@@ -24,7 +34,7 @@ from rft.ops.corrections import Correction
 from rft.ops.kl import importance_weighted, k1, k3
 from rft.ops.masked import masked_mean
 from rft.ops.metrics import Metric, explained_variance
-from rft.ops.parameters import known_keywords
+from rft.ops.parameters import known_parameters, require_function
 
 SurrogateFunction = Callable[[Tensor, Tensor, Tensor, Tensor], losses.Surrogate]
 """(new, old, advantages, mask), each `[batch, seq]` -> the loss of each token: a function of `ops.losses`, parameters bound."""
@@ -34,6 +44,16 @@ EstimatorFunction = Callable[[Tensor, Tensor], Tensor]
 """(p, q) -> KL(p ‖ q) of each token: a function of `ops.kl`."""
 ChoiceFunction = Callable[[Tensor, Tensor], Tensor]
 """(entropy, mask) -> which of the marked tokens are trained on: a function of `ops.entropy`, parameters bound."""
+TAKES = {
+    "surrogate": ("new", "old", "advantages", "mask"),
+    "aggregate": ("values", "mask", "totals"),
+    "correction": ("old", "engine", "mask"),
+    "tokens": ("entropy", "mask"),
+    "estimator": ("p", "q"),
+}
+"""What the functions take that objectives are made of."""
+OPTIONAL = ("correction", "tokens")
+"""Those that may be None."""
 
 
 def combined(*parts: Objective) -> Objective:
@@ -46,7 +66,8 @@ def combined(*parts: Objective) -> Objective:
     """
     if not parts:
         raise BadInput("combined(*parts) needs at least one objective")
-    _require_functions("combined(*parts)", **{f"part {number}": part for number, part in enumerate(parts, start=1)})
+    for number, part in enumerate(parts, start=1):
+        require_function("combined(*parts)", f"part {number}", part, OBJECTIVE)
 
     def objective(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
         terms = [check_terms(part(scores, micro, totals)) for part in parts]
@@ -59,7 +80,7 @@ def combined(*parts: Objective) -> Objective:
     return tried(objective)
 
 
-@known_keywords
+@known_parameters
 def grpo(*, clip: float = 0.2, correction_cap: float | None = None) -> Objective:
     """The clipped surrogate over the tokens of the global batch: the shortest way to an objective.
 
@@ -75,7 +96,7 @@ def grpo(*, clip: float = 0.2, correction_cap: float | None = None) -> Objective
     return policy_loss(partial(losses.ppo_clip, low=clip, high=clip), correction=correction)
 
 
-@known_keywords
+@known_parameters
 def policy_loss(
     surrogate: SurrogateFunction,
     *,
@@ -95,8 +116,7 @@ def policy_loss(
     to new), `engine_kl` (k3 of the distribution sampled from to new); with a correction those of `corrections.weighting`; with `tokens`
     `chosen_fraction`. Raises `BadInput` for what is no function, and what the functions raise.
     """
-    given = {"surrogate": surrogate, "aggregate": aggregate, "correction": correction, "tokens": tokens}
-    _require_functions("policy_loss", **{name: value for name, value in given.items() if value is not None})
+    _require_functions("policy_loss", surrogate=surrogate, aggregate=aggregate, correction=correction, tokens=tokens)
 
     def objective(scores: TokenScores, micro: MicroBatch, totals: Totals) -> LossTerms:
         new, mask, engine = scores.logprobs, micro.responses, micro.rows.logprobs
@@ -131,7 +151,7 @@ def _seen(
     return {name: masked_mean(value, mask, totals.tokens) for name, value in means.items()}
 
 
-@known_keywords
+@known_parameters
 def reference_kl(
     coefficient: float, *, estimator: EstimatorFunction, aggregate: Aggregation = token_mean, off_policy: bool = False
 ) -> Objective:
@@ -169,7 +189,7 @@ def reference_kl(
     return tried(objective)
 
 
-@known_keywords
+@known_parameters
 def entropy_bonus(coefficient: float, *, aggregate: Aggregation = token_mean) -> Objective:
     """Rewards entropy, so that the policy does not collapse early.
 
@@ -193,7 +213,7 @@ def entropy_bonus(coefficient: float, *, aggregate: Aggregation = token_mean) ->
     return tried(objective)
 
 
-@known_keywords
+@known_parameters
 def imitation(coefficient: float) -> Objective:
     """The supervised auxiliary loss (PTX): imitates the demonstrations among the rows, in the same optimizer step.
 
@@ -232,7 +252,7 @@ def supervised() -> Objective:
     return objective
 
 
-@known_keywords
+@known_parameters
 def critic_loss(*, clip: float | None = None, aggregate: Aggregation = token_mean) -> ValueObjective:
     """The Critic's objective: squared error of its values against the returns, aggregated; for `train_critic`.
 
@@ -272,5 +292,5 @@ def _given(micro: MicroBatch, name: str) -> Tensor:
 
 def _require_functions(where: str, **given: object) -> None:
     for name, value in given.items():
-        if not callable(value):
-            raise BadInput(f"{where}: {name} must be a function, such as those of rft.ops, with its parameters bound; got {value!r}")
+        if value is not None or name not in OPTIONAL:
+            require_function(where, name, value, TAKES[name])

@@ -73,6 +73,9 @@ class LossTerms:
 Objective = Callable[[TokenScores, MicroBatch, Totals], LossTerms]
 """(the Actor's scores of the micro-batch's tokens, with gradient; the micro-batch; the totals) -> loss and metrics."""
 
+OBJECTIVE, VALUE_OBJECTIVE = ("scores", "micro-batch", "totals"), ("values", "micro-batch", "totals")
+"""What each takes, in words."""
+
 ValueObjective = Callable[[Float32[Tensor, "batch seq"], MicroBatch, Totals], LossTerms]
 """The same for the Critic: (its values, with gradient, 0 where nothing is sampled; the micro-batch; the totals) -> loss and metrics."""
 

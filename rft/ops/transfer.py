@@ -18,9 +18,9 @@ from rft.ops.checksum import COLUMNS, WORD, checksum, multipliers
 Pair = tuple[Tensor, Tensor]
 """(target, source), of the same shape."""
 
-BATCH = 1 << 30
+BATCH = 512 << 20
 """Bytes of sources that are waited for before a launch; so many are held at a time."""
-WORDS, ROUNDS = 512, 8
+WORDS, ROUNDS, WARPS = 512, 8, 4
 """A program of the kernel takes ROUNDS times WORDS words; WORDS is less than `COLUMNS`, so that it passes their end once a round."""
 
 
@@ -31,32 +31,48 @@ def transfer(pairs: Iterable[Pair]) -> Int64[Tensor, "pair"]:
         batch.append((target, source.to(target.device)))
         held += source.nbytes
         if held >= BATCH:
-            sums.append(_each(batch, store=True))
+            sums.append(Table(batch).run(store=True))
             batch, held = [], 0
+        del target, source  # what was written goes before the next one takes memory
     if batch or not sums:
-        sums.append(_each(batch, store=True))
+        sums.append(Table(batch).run(store=True))
     return torch.cat(sums)
 
 
 def standing(tensors: Sequence[Tensor]) -> Int64[Tensor, "tensor"]:
     """The checksums of what lies in tensors, by one read of their memory, unwaited for."""
-    return _each([(tensor, tensor) for tensor in tensors], store=False)
+    return reading(tensors).run(store=False)
 
 
-def _each(pairs: Sequence[Pair], *, store: bool) -> Int64[Tensor, "pair"]:
-    """By kernel where it can be, by torch elsewhere; in the order of `pairs`."""
-    if not pairs:
-        return torch.zeros(0, dtype=torch.int64)
-    totals = torch.zeros(len(pairs), dtype=torch.int64, device=pairs[0][0].device)
-    fused: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-    for number, (target, source) in enumerate(pairs):
-        if _can_be_fused(target, source):
-            fused.setdefault((source.dtype, target.dtype), []).append(number)
-        else:
-            totals[number] = _one(target, source, store=store)
-    for numbers in fused.values():
-        totals[_sent(numbers, totals.device)] = _launch([pairs[number] for number in numbers], store=store)
-    return totals
+def reading(tensors: Sequence[Tensor]) -> "Table":
+    """What `standing` needs, made once for tensors that do not move."""
+    return Table([(tensor, tensor) for tensor in tensors])
+
+
+class Table:
+    """Pairs that are gone through together, with what the kernel is told of them; good for as long as nothing moves."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self._pairs = list(pairs)
+        fused: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+        self._single = list[int]()
+        for number, (target, source) in enumerate(pairs):
+            alike = fused.setdefault((source.dtype, target.dtype), []) if _can_be_fused(target, source) else self._single
+            alike.append(number)
+        self._launches = [(numbers, _Launch([pairs[number] for number in numbers])) for numbers in fused.values()]
+
+    def run(self, *, store: bool) -> Int64[Tensor, "pair"]:
+        """Casts and copies (`store`), or reads the targets alone; the checksums of these in the order of the pairs, unwaited for."""
+        if not self._pairs:
+            return torch.zeros(0, dtype=torch.int64)
+        if len(self._launches) == 1 and not self._single:
+            return self._launches[0][1].run(store=store)
+        totals = torch.zeros(len(self._pairs), dtype=torch.int64, device=self._pairs[0][0].device)
+        for number in self._single:
+            totals[number] = _one(*self._pairs[number], store=store)
+        for numbers, launch in self._launches:
+            totals[_sent(numbers, totals.device)] = launch.run(store=store)
+        return totals
 
 
 def _one(target: Tensor, source: Tensor, *, store: bool) -> Int64[Tensor, ""]:
@@ -74,22 +90,32 @@ def _can_be_fused(target: Tensor, source: Tensor) -> bool:
     return target.is_cuda and source.is_cuda and whole and plain
 
 
-def _launch(pairs: Sequence[Pair], *, store: bool) -> Int64[Tensor, "pair"]:
-    """One launch for pairs of the same two dtypes."""
-    from rft.ops.transfer_kernel import cast_copy_sum
+class _Launch:
+    """One launch for pairs of the same two dtypes, by kernel; in the order of `pairs`."""
 
-    target, source = pairs[0]
-    words = [t.nbytes // WORD for t, _ in pairs]
-    programs = [-(-count // (WORDS * ROUNDS)) for count in words]
-    starts = [0, *itertools.accumulate(programs)][:-1]
-    rows = [(s.data_ptr(), t.data_ptr(), count, start) for (t, s), count, start in zip(pairs, words, starts, strict=True)]
-    jobs, counts = _sent(rows, target.device), _sent(programs, target.device)
-    owners = torch.arange(len(pairs), device=target.device).repeat_interleave(counts, output_size=sum(programs))
-    factors = multipliers(target.device)
-    totals = _sent([t.nbytes for t, _ in pairs], target.device) * factors[0]
-    kinds = (_kind(source.dtype), _kind(target.dtype))
-    cast_copy_sum[(sum(programs),)](jobs, owners, factors, totals, *kinds, store, WORD // target.itemsize, COLUMNS, WORDS, ROUNDS)
-    return totals
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        target, source = pairs[0]
+        words = [t.nbytes // WORD for t, _ in pairs]
+        programs = [-(-count // (WORDS * ROUNDS)) for count in words]
+        starts = [0, *itertools.accumulate(programs)]
+        rows = [(s.data_ptr(), t.data_ptr(), count, start) for (t, s), count, start in zip(pairs, words, starts, strict=False)]
+        numbers = [*itertools.chain.from_iterable(rows), *programs, *(t.nbytes for t, _ in pairs)]
+        self._jobs, counts, sizes = _sent(numbers, target.device).split([4 * len(pairs), len(pairs), len(pairs)])
+        self._programs = starts[-1]
+        self._owners = torch.arange(len(pairs), device=target.device).repeat_interleave(counts, output_size=self._programs)
+        self._factors = multipliers(target.device)
+        self._begin = sizes * self._factors[0]
+        self._kinds, self._words = (source.dtype, target.dtype), (WORD // target.itemsize, COLUMNS, WORDS, ROUNDS)
+
+    def run(self, *, store: bool) -> Int64[Tensor, "pair"]:
+        """As `Table.run`."""
+        from rft.ops.transfer_kernel import cast_copy_sum
+
+        totals = self._begin.clone()
+        kinds = [_kind(dtype) for dtype in self._kinds]
+        launch: Any = cast_copy_sum[(self._programs,)]
+        launch(self._jobs, self._owners, self._factors, totals, *kinds, store, *self._words, num_warps=WARPS)
+        return totals
 
 
 def _sent(numbers: Sequence[Any], device: torch.device) -> Tensor:

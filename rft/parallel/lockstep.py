@@ -9,12 +9,13 @@ on whichever rank it is printed, those that hang included.
 """
 
 import contextlib
+import dataclasses as dc
 import datetime
 import itertools
 import os
 from collections.abc import Generator, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented as public)
@@ -28,6 +29,16 @@ from rft.parallel.world import World
 T = TypeVar("T")
 NEWLINE = "\n"
 WELL, APART = "all ranks are here", "the ranks are not at the same step"
+
+
+@dc.dataclass
+class Exchange:
+    """What travels with an agreement, in the same collective. As small as what is gathered."""
+
+    own: Any = None
+    """Set inside, of this rank."""
+    everywhere: list[Any] = dc.field(default_factory=list[Any])
+    """Of all ranks, in rank order, once they have agreed."""
 
 
 class Lockstep:
@@ -98,22 +109,27 @@ class Lockstep:
 
     def agree(self, failure: Exception | None) -> None:
         """Collective: raises `failure` here, or `PeerFailed` where only other ranks have one. Returns if nobody has."""
-        told = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
-        if failure is not None:
-            raise failure
-        failed = [f"rank {rank}: {what}" for rank, what in enumerate(told) if what is not None]
-        if failed:
-            raise PeerFailed("another rank failed in this step: " + "; ".join(failed))
+        self._agree(failure, Exchange())
 
     @contextlib.contextmanager
-    def agreement(self) -> Generator[None]:
+    def agreement(self) -> Generator[Exchange]:
         """Collective when it is left: what was raised inside is raised here, and `PeerFailed` on the ranks where nothing was."""
-        failure = None
+        exchange, failure = Exchange(), None
         try:
-            yield
-        except Exception as error:  # noqa: BLE001 (it is raised again by `agree`, on this rank as itself)
+            yield exchange
+        except Exception as error:  # noqa: BLE001 (it is raised again by `_agree`, on this rank as itself)
             failure = error
-        self.agree(failure)
+        self._agree(failure, exchange)
+
+    def _agree(self, failure: Exception | None, exchange: Exchange) -> None:
+        said = None if failure is None else f"{type(failure).__name__}: {failure}"
+        told = self.gather((said, exchange.own))
+        if failure is not None:
+            raise failure
+        failed = [f"rank {rank}: {what}" for rank, (what, _) in enumerate(told) if what is not None]
+        if failed:
+            raise PeerFailed("another rank failed in this step: " + "; ".join(failed))
+        exchange.everywhere = [own for _, own in told]
 
     def gather(self, value: T) -> list[T]:
         """Collective: the values of all ranks, in rank order. They travel by pickle and are to be small.

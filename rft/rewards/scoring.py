@@ -24,8 +24,9 @@ from torch import Tensor
 
 from rft import tree
 from rft.errors import BadInput
-from rft.experience import Finish, Rollouts
-from rft.shapes import check_record
+from rft.experience import Rollouts
+from rft.sampling import Finish
+from rft.shapes import check_record, require_kind
 
 log = logging.getLogger("rft")
 
@@ -88,6 +89,7 @@ def score(rollouts: Rollouts, reward: RewardFunction, *, deadline_s: float = 10.
     `deadline_s` is per row; `workers` rows are scored at a time (more than 1 needs a reward that is thread-safe, and pays where it
     waits for something). If every row hangs this takes rows · deadline_s / workers. Raises `BadInput` where either is not positive.
     """
+    require_kind("rewards(state, rollouts, reward)", "rollouts", rollouts, Rollouts)
     if not callable(reward):
         raise BadInput(f"a reward is a function of a Sample that returns a number, got {type(reward).__name__}")
     if deadline_s <= 0 or workers < 1:

@@ -1,6 +1,6 @@
 """What `launch` is given: typed, frozen, and the source of the command line. What cannot work is refused here, with the reason."""
 
-from rft.spec.engines import DType, EngineSpec, TransformersEngine, VLLMEngine
+from rft.spec.engines import DType, EngineSpec, SGLangEngine, TransformersEngine, VLLMEngine
 from rft.spec.launch import LaunchSpec
 from rft.spec.lora import LoRA
 from rft.spec.roles import Critic, FrozenSpec, MovingAverage, Reference, RewardModel, SharedCritic, Where
@@ -19,6 +19,7 @@ __all__ = [
     "MovingAverage",
     "Reference",
     "RewardModel",
+    "SGLangEngine",
     "SharedCritic",
     "TrainerSpec",
     "Training",

@@ -8,14 +8,16 @@ from rft.errors import BadInput
 from rft.models import ModelFolder
 from rft.parallel.world import World
 from rft.shapes import check_fields
-from rft.spec.checks import at_least_one
+from rft.spec.checks import at_least_one, check_heads, check_positions
 from rft.spec.lora import LoRA
 
+BLOCK = 16
+"""Tokens of the smallest block of vLLM's cache."""
 DType = Literal["bfloat16", "float32"]
 
 
 class EngineSpec(Protocol):
-    """Anything that builds an engine on this rank: one of the two below, or your own.
+    """Anything that builds an engine on this rank: one of those below, or your own.
 
     One that has `build_adapted(model, world, lora)`, too, can be sent an adapter alone (`LoRA(sync="adapter")`).
     """
@@ -47,11 +49,7 @@ class TransformersEngine:
                 f"the transformers engine holds the whole model on every rank, so tensor_parallel={tensor_parallel} cannot work: "
                 "set tensor_parallel=1, or use VLLMEngine"
             )
-        longest = int(getattr(config, "max_position_embeddings", self.max_model_len))
-        if self.max_model_len > longest:
-            raise BadInput(
-                f"max_model_len={self.max_model_len} is more than the model's {longest}; set TransformersEngine(max_model_len={longest})"
-            )
+        check_positions(self, config)
 
     def build(self, model: ModelFolder, world: World) -> Engine:
         """Builds it. Raises as `check` does."""
@@ -86,14 +84,26 @@ class VLLMEngine:
         at_least_one(self, "max_model_len", "max_rows", "cache_bytes")
 
     def check(self, config: Any, tensor_parallel: int) -> None:
-        """Raises `BadInput` where TP does not divide the model's heads, or can neither share nor repeat those of keys and values."""
-        heads = int(config.num_attention_heads)
-        shared = int(getattr(config, "num_key_value_heads", None) or heads)
-        if heads % tensor_parallel:
-            raise BadInput(f"tensor_parallel={tensor_parallel} does not divide the model's {heads} attention heads")
-        if shared % tensor_parallel and tensor_parallel % shared:
-            both = f"tensor_parallel={tensor_parallel} and the model's {shared} heads of keys and values"
-            raise BadInput(f"{both}: one must be a multiple of the other")
+        """Raises `BadInput` where TP does not divide the model's heads, or can neither share nor repeat those of keys and values; for rows
+        longer than the model's; and for a cache that does not hold one of them."""
+        shared = check_heads(config, tensor_parallel)
+        check_positions(self, config)
+        self._check_cache(config, -(-shared // tensor_parallel))
+
+    def _check_cache(self, config: Any, shared: int) -> None:
+        """vLLM wants blocks for one row of full length in every layer that attends to all of it; of other layers nothing is known here."""
+        kinds: list[str] | None = getattr(config, "layer_types", None)
+        layers = int(config.num_hidden_layers) if kinds is None else kinds.count("full_attention")
+        if getattr(config, "kv_lora_rank", None) is not None or (kinds is None and getattr(config, "sliding_window", None) is not None):
+            return
+        width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        number = 2 if self.dtype == "bfloat16" else 4
+        least = -(-self.max_model_len // BLOCK) * BLOCK * layers * 2 * shared * width * number
+        if self.cache_bytes < least:
+            raise BadInput(
+                f"cache_bytes={self.cache_bytes} has too few blocks for one row of max_model_len={self.max_model_len}, which takes "
+                f"{least}; make it larger, or max_model_len smaller"
+            )
 
     def build(self, model: ModelFolder, world: World) -> Engine:
         """Builds it. Raises `MissingEngine` with the line that installs vLLM, and as `check` does."""
@@ -106,3 +116,46 @@ class VLLMEngine:
         from rft.engines.vllm_lora import build
 
         return build(self, model, world, lora)
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class SGLangEngine:
+    """SGLang in processes of its own, on a CPU or on CUDA devices; one engine for each TP group."""
+
+    dtype: DType = "bfloat16"
+    """Of the engine's copy of the weights."""
+    max_model_len: int = 2048
+    """Longest prompt and response together, in tokens."""
+    max_rows: int = 256
+    """Sequences decoded together."""
+    cache_bytes: int = 1 << 30
+    """The KV cache on each rank: pinned, never profiled, since the device is shared with the Actor."""
+    eager: bool = False
+    """Run without CUDA graphs: a quicker start, slower decoding. (A CPU always does.)"""
+    attention: str | None = None
+    """SGLang's `attention_backend`; None: its own choice. "triton" needs nothing beside SGLang itself."""
+    bucket_bytes: int = 512 << 20
+    """What new weights go through, on each rank's device; a tensor that is larger makes it so."""
+    start_timeout_s: float = 600.0
+    """How long it may take to start."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        at_least_one(self, "max_model_len", "max_rows", "cache_bytes", "bucket_bytes")
+        if self.start_timeout_s <= 0:
+            raise BadInput(f"start_timeout_s must be above 0, got {self.start_timeout_s}")
+
+    def check(self, config: Any, tensor_parallel: int) -> None:
+        """Raises `BadInput` where TP does not divide the model's heads, for rows longer than the model's, for a cache whose size is not
+        known here, and for one that does not hold one row."""
+        from rft.engines.sglang_options import check_cache
+
+        _ = check_heads(config, tensor_parallel)
+        check_positions(self, config)
+        check_cache(self, config, tensor_parallel)
+
+    def build(self, model: ModelFolder, world: World) -> Engine:
+        """Builds it. Raises `MissingEngine` with the line that installs SGLang, and as `check` does."""
+        from rft.engines.sglang import build
+
+        return build(self, model, world)

@@ -72,6 +72,19 @@ class LaunchSpec:
                 "raise LaunchSpec.reward_models_on_device"
             )
 
+    def check_shards(self, ranks: int) -> None:
+        """Raises `BadInput` where the shards of a model do not divide so many ranks."""
+        parts: dict[str, object] = {"trainer": self.trainer, "reference": self.reference, "ema": self.ema}
+        parts |= {"critic.trainer": getattr(self.critic, "trainer", None)}
+        parts |= {f"reward_models[{name!r}]": spec for name, spec in self.reward_models.items()}
+        for name, part in parts.items():
+            count = getattr(part, "shards", None)
+            if count is not None and ranks % count:
+                raise BadInput(
+                    f"LaunchSpec.{name}: shards={count} does not divide the world size {ranks}; start torchrun with a multiple of {count} "
+                    "processes, or leave shards out for all ranks"
+                )
+
     @property
     def adapter_alone(self) -> LoRA | None:
         """The trainer's LoRA, if its adapter is to be sent to the engine alone."""

@@ -73,7 +73,8 @@ class Training(Optimization):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     micro_batch_tokens: int = 16384
-    """Tokens of one forward pass, on each rank: real ones, or where a model's rows must be padded (the log says so) padding too."""
+    """Tokens of one forward pass, on each rank: real ones, or where a model's rows must be padded (the log says so) padding too. Of images
+    the placeholders count, which stand for four patches each in Qwen2.5-VL."""
     lora: LoRA | None = None
     """Train an adapter of low rank, and leave the model itself alone; None: train all of it."""
 

@@ -20,10 +20,11 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from rft.effects import beside, checkpoint, exporting, launching, placement, rollout, scoring, sync, together, training
-from rft.experience import Minibatch, Prompts, Rollouts, Sampling
+from rft.experience import Minibatch, Prompts, Rollouts
 from rft.ledger import beginning, observation, recovery, restoration, transition
 from rft.objectives import Objective, ValueObjective, supervised
 from rft.rewards.scoring import RewardFunction, Rewards, score
+from rft.sampling import Sampling
 from rft.spec import LaunchSpec
 from rft.state import (
     REFERENCE,
@@ -106,7 +107,8 @@ def generate(state: RuntimeState[Awake, Fresh, Any, Any], prompts: Prompts, samp
     """Samples responses to this rank's prompts from the Actor's current weights.
 
     Each response has its own seed, from (run, epoch, prompt, `draw`, sample): the same on any rank and any number of ranks. Give
-    another `draw` to sample the same prompts anew within an epoch. Raises `BadInput` for an empty or too long prompt, `EngineFailed`.
+    another `draw` to sample the same prompts anew within an epoch. Raises `BadInput` for an empty or too long prompt, and for one that two
+    ranks have in the same draw; `EngineFailed`.
     """
     return rollout.generate(state, prompts, sampling, draw)
 
@@ -281,8 +283,9 @@ def restore(
 
     `run` is a tree like the saved one, which gives the classes of its records and the devices of its tensors. Any state of this launch may
     be given, a used-up one too; roles go where it has them. The number of ranks may be another, and the backend. Checkpoints that were cut
-    off or damaged are passed over, and said. Raises `BadInput` where there is none, and for one of another model, with the names of the
-    tensors that differ or the path of the value; `CheckpointFailed` where it cannot be read. Nothing has been touched then.
+    off or damaged are passed over, and said. Raises `BadInput` where there is none, where `folder` is a checkpoint itself, and for one
+    of another model, with the names of the tensors that differ or the path of the value; `CheckpointFailed` where it cannot be read.
+    Nothing has been touched then.
     """
     back = checkpoint.restore(state, Path(folder), run)
     return restored_state(state, back.actor, back.version, generation=back.generation), back.run

@@ -11,9 +11,10 @@ import rft
 from rft.checkpoint.folder import newest_checkpoint
 from rft.effects.runtime import runtime_of
 from rft.errors import BadInput, DoesNotFit, RftError, RoleError, TooStale, WrongBatch
-from rft.experience import Rollouts, Sampling
+from rft.experience import Rollouts
 from rft.ledger import TABLE, Edge
 from rft.objectives.compositions import critic_loss
+from rft.sampling import Sampling
 from rft.state import ACTOR_OPTIMIZER, CRITIC, CRITIC_OPTIMIZER, EMA, REFERENCE, OldLogProbs, OnDevice, Role, RuntimeState, reward_model
 from rft.steps import restore, save
 from rft.testing.scripted import scripted_devices, scripted_minibatch, scripted_prompts, scripted_roles

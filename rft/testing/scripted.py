@@ -66,10 +66,10 @@ def scripted_launch(
     beside: Company | None = None,
 ) -> Generator[RuntimeState[Asleep, Stale, OnDevice, NoOld]]:
     """Like `launch`, in no time: scripted devices of `device_bytes` each, and one rank without process groups unless given a `world`."""
-    faults, world = Faults(), world or _alone()
+    faults, world = Faults(), world or alone()
     runtime = Runtime(
         spec=LaunchSpec(model="scripted", engine=None, seed=seed, device_bytes=device_bytes, probe_every=probe_every, **_asked_for(beside)),
-        model=ModelFolder(Path("scripted"), None, _Tokenizer()),
+        model=ModelFolder(Path("scripted"), None, Numbers()),
         world=world,
         trainer=ScriptedTrainer(faults),
         engine=ScriptedEngine(faults, keeps=keeps) if engine else None,
@@ -173,12 +173,13 @@ def _values(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
-def _alone() -> World:
+def alone() -> World:
+    """One rank without process groups."""
     cpu = torch.device("cpu")
     return World(rank=0, size=1, tp_rank=0, tp_size=1, dp_rank=0, dp_size=1, device=cpu, host=None, tp=None, dp=None)
 
 
-class _Tokenizer:
+class Numbers:
     """Tokens are numbers; a text is the numbers of its characters."""
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:

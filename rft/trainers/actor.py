@@ -1,7 +1,7 @@
 """The Actor, over any backend: what scores rows, learns from them, and gives its weights away."""
 
 import dataclasses as dc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -9,7 +9,9 @@ from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
 from rft.experience import Minibatch
+from rft.images import RowImages
 from rft.models import ModelFolder
+from rft.narrow import Narrows
 from rft.objectives import Objective, TokenScores
 from rft.trainers import hugging_face
 from rft.trainers.backend import Backend
@@ -30,14 +32,15 @@ class Actor(Holder):
 
     # ---- weights ----
 
-    def manifest(self) -> tuple[TensorSpec, ...]:
+    def manifest(self, dtype: torch.dtype | None = None) -> tuple[TensorSpec, ...]:
         """See `Trainer`."""
+        shape_of, comes_in = self._backend.shape_of, self._backend.comes_in
         named = self._backend.root.named().items()
-        return tuple(TensorSpec(name=n, shape=tuple(self._backend.shape_of(t)), dtype=t.dtype) for n, t in named)
+        return tuple(TensorSpec(name=n, shape=tuple(shape_of(t)), dtype=comes_in(t, dtype)) for n, t in named)
 
-    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(self, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer`."""
-        return self._backend.whole()
+        return self._backend.whole(dtype=dtype, narrows=narrows)
 
     def export(self, path: Path) -> None:
         """See `Trainer`."""
@@ -51,10 +54,11 @@ class Actor(Holder):
         mask: Bool[Tensor, "batch seq"],
         wanted: Bool[Tensor, "batch seq"],
         temperature: float,
+        images: RowImages | None = None,
     ) -> Float32[Tensor, "batch seq"]:
         """See `Trainer`."""
         self.require("model")
-        return self.passes.first(self._backend, tokens, mask, wanted, temperature)
+        return self.passes.first(self._backend, tokens, mask, wanted, temperature, images)
 
     def step(self, batch: Minibatch, old: Float32[Tensor, "batch seq"] | None, objective: Objective) -> dict[str, float]:
         """See `Trainer`."""

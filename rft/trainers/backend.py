@@ -4,12 +4,13 @@ What is computed, and of whom, is the same for both and stands beside: `passes` 
 of them, `actor` and `critic` say what a model is for.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from rft.narrow import Narrows
 from rft.parallel.batches import Layout
 from rft.trainers.inputs import Inputs
 from rft.trainers.protocol import Part, Saved
@@ -109,8 +110,18 @@ class Backend(Steps, Protocol):
         """The whole shape of a tensor of `Root.named`, of which this rank holds a part."""
         ...
 
-    def whole(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
-        """`Root.named` in full, gathered one bucket at a time, also while it is away. Collective: exhaust it on every rank."""
+    def comes_in(self, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+        """In which dtype `whole`, asked for `dtype`, gives a tensor of `Root.named`: in that one where it is sent, and smaller then."""
+        ...
+
+    def whole(
+        self, wanted: Wanted = every, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
+        """`Root.named` in full, gathered one bucket at a time, also while it is away. Collective: exhaust it on every rank.
+
+        As exact as it is held, unless the reader says what it will cast it to: see `comes_in`; and in full, unless the readers of all
+        ranks say what they want: see `Trainer.stream_weights`.
+        """
         ...
 
     def masters(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:

@@ -6,7 +6,7 @@ already, so losses are multiplied by the number of ranks. Its own skipping of gr
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rft.errors import BadInput, MissingBackend, NonFiniteGradient
 from rft.models import ModelFolder
+from rft.narrow import UNCUT, Narrows, narrowed
 from rft.parallel.world import World
 from rft.spec import DeepSpeedTrainer
 from rft.trainers import deepspeed_state, hugging_face, lora
@@ -21,10 +22,11 @@ from rft.trainers.actor import Actor
 from rft.trainers.backend import Root, Wanted, every
 from rft.trainers.critic import ValueModel
 from rft.trainers.deepspeed_state import MOMENTS, Held
-from rft.trainers.gathering import Gathering, Piece, assembled, gathered
+from rft.trainers.gathering import assembled, gathered
 from rft.trainers.inputs import Inputs
 from rft.trainers.loading import on_rank_0, read, sent
 from rft.trainers.passes import passes
+from rft.trainers.pieces import Gathering, Piece
 from rft.trainers.protocol import Critic, Part, Trainer
 from rft.trainers.schedule import learning_rate
 from rft.trainers.scorer import bare_scorer, scorer
@@ -139,13 +141,21 @@ class ZeRO:
         """See `Backend`."""
         return getattr(tensor, "ds_shape", tensor.shape)
 
-    def whole(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
+    def comes_in(self, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
         """See `Backend`."""
+        travels = self._spec.stage == 3 and id(tensor) in self._held
+        return self._among.dtype_of(tensor.dtype, dtype if travels else None)
+
+    def whole(
+        self, wanted: Wanted = every, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
+        """See `Backend`."""
+        own = narrows[self._world.rank] if narrows else UNCUT
         if self._spec.stage == 3:
-            yield from self._in_full("weight", wanted)
+            yield from self._in_full("weight", wanted, dtype, narrows)
         else:
-            yield from ((n, self._here(held.weight)) for n, held in self._named(wanted).items())
-        yield from self._buffers(wanted)
+            yield from narrowed(((n, self._here(held.weight)) for n, held in self._named(wanted).items()), own)
+        yield from narrowed(self._buffers(wanted), own)
 
     def masters(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
         """See `Backend`."""
@@ -196,11 +206,13 @@ class ZeRO:
         """A tensor of this rank's, on the host while it is away."""
         return self.shelves["optimizer"].here(self.shelves["model"].here(tensor))
 
-    def _in_full(self, kind: str, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
+    def _in_full(
+        self, kind: str, wanted: Wanted = every, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
         """Everything of one kind, gathered."""
         parts = [(n, held, held.stretches[kind]) for n, held in self._named(wanted).items() if kind in held.stretches]
         pieces = [Piece(name=n, shape=held.shape, bounds=held.bounds, own=self._here(own)) for n, held, own in parts]
-        yield from assembled(pieces, self._among)
+        yield from assembled(pieces, self._among, dtype, narrows)
 
     def _hand_out(self, whole: Mapping[str, Tensor]) -> None:
         """Each rank keeps its part of what rank 0 has, in fp32: DeepSpeed makes masters of what computes, rounded as that is."""

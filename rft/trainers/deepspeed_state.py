@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rft.trainers.gathering import even_bounds
+from rft.trainers.pieces import even_bounds
 from rft.trainers.protocol import Part
 from rft.trainers.shelf import key
 
@@ -140,7 +140,8 @@ def _storages(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def forget_gradients(optimizer: Any) -> None:
-    """Clears what a step that failed has added up, as DeepSpeed does when it skips one. Harmless after a whole step."""
+    """Clears what a step has added up, as DeepSpeed does when it skips one. After a whole step too: what stays of it, in stage 3 and where
+    the optimizer is on the host, would be the next one's gradient of a parameter that has none then, as a vision tower without images."""
     if hasattr(optimizer, "clear_hp_grads"):
         optimizer.clear_hp_grads()
         optimizer.clear_lp_grads()
@@ -149,6 +150,9 @@ def forget_gradients(optimizer: Any) -> None:
         optimizer._overflow_clean_up(1.0)
     else:
         _forget_below_stage_3(optimizer)
+    for kept in (*_lasting_gradients(optimizer), *(master.grad for master in masters(optimizer))):
+        if kept is not None:
+            _ = kept.zero_()
 
 
 def _forget_below_stage_3(optimizer: Any) -> None:

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
 from rft.errors import BadInput, RoleError
+from rft.images import RowImages
 from rft.models import ModelFolder, find_model
 from rft.parallel.world import World
 from rft.spec import FrozenSpec, MovingAverage, Reference
@@ -98,10 +99,11 @@ class FrozenPolicy(Still):
         mask: Bool[Tensor, "batch seq"],
         wanted: Bool[Tensor, "batch seq"],
         temperature: float,
+        images: RowImages | None = None,
     ) -> Float32[Tensor, "batch seq"]:
         """See `Frozen`."""
         self.require_here()
-        return self.passes.first(self.held, tokens, mask, wanted, temperature)
+        return self.passes.first(self.held, tokens, mask, wanted, temperature, images)
 
     def mix(self, weights: Iterator[tuple[str, Tensor]], share: float) -> None:
         """See `Frozen`. Each rank mixes its own slices, in their dtype, and lets go of one full tensor before it gets the next bucket."""
@@ -148,9 +150,10 @@ class BaseOfActor:
         mask: Bool[Tensor, "batch seq"],
         wanted: Bool[Tensor, "batch seq"],
         temperature: float,
+        images: RowImages | None = None,
     ) -> Float32[Tensor, "batch seq"]:
         """See `Frozen`."""
-        return self._actor.base_logprobs(tokens, mask, wanted, temperature)
+        return self._actor.base_logprobs(tokens, mask, wanted, temperature, images)
 
     def offload(self) -> None:
         """Raises `RoleError`, as do the others: there is nothing to move, to train or to write."""

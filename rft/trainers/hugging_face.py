@@ -3,54 +3,51 @@
 import copy
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from rft.errors import BadInput
-from rft.models import ModelFolder, attention_of, reading_weights
+from rft.models import Kind, ModelFolder, attention_of, auto_class, reading_weights, stored_names
 from rft.parallel.world import World
 
-Kind = Literal["CausalLM", "SequenceClassification", "TokenClassification"]
-"""Of models, as transformers names them."""
+_names: "weakref.WeakKeyDictionary[Any, dict[str, str]]" = weakref.WeakKeyDictionary()
+"""What `stored_names` has said of each model: it takes longer than to send the weights of a small one."""
+
+PROCESSING = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
+"""Files beside a tokenizer that say how images are processed; a folder has some of them."""
 
 
-def load(folder: ModelFolder, *, checkpointing: bool, kind: Kind = "CausalLM") -> Any:
-    """The model in fp32 on the host, without dropout (it would move the ratio of the first step away from 1).
+def load(folder: ModelFolder, *, checkpointing: bool, kind: Kind | None = None) -> Any:
+    """The model in fp32 on the host, without dropout (it would move the ratio of the first step away from 1). Kind None: the policy.
 
-    Raises `BadInput` where weights are missing or of another shape (they would be random), and for models whose checkpoints name
-    their tensors in another way than the model does.
+    Raises `BadInput` where weights are missing or of another shape (they would be random), and for models whose checkpoints have
+    their tensors in another form than the model does.
     """
     options: dict[str, Any] = {**_options(folder), "output_loading_info": True, "ignore_mismatched_sizes": True}
     with reading_weights(folder.path), _without_progress_bars():
-        model, report = _auto(kind).from_pretrained(folder.path, **options)
+        model, report = auto_class(kind or folder.kind).from_pretrained(folder.path, **options)
     lost = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
     if lost:
         raise BadInput(f"{folder.path} lacks weights, or has them in another shape: {', '.join(lost[:5])} ({len(lost)} in all)")
-    if getattr(model, "_weight_conversions", None):
-        raise BadInput(f"{type(model).__name__} is stored under other names than it has in memory; this trainer cannot stream it yet")
+    _names[model] = stored_names(model)
     return _checkpointing(model, checkpointing)
 
 
-def empty(folder: ModelFolder, *, checkpointing: bool, kind: Kind = "CausalLM") -> Any:
+def empty(folder: ModelFolder, *, checkpointing: bool, kind: Kind | None = None) -> Any:
     """The same model, its parameters on the meta device and to be filled in; its buffers are real."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        model: Any = _auto(kind).from_config(**_options(folder))
+        model: Any = auto_class(kind or folder.kind).from_config(**_options(folder))
     model.tie_weights()
     return _checkpointing(model, checkpointing)
-
-
-def _auto(kind: Kind) -> Any:
-    import transformers
-
-    return getattr(transformers, f"AutoModelFor{kind}")
 
 
 def _options(folder: ModelFolder) -> dict[str, Any]:
@@ -81,7 +78,9 @@ def named_tensors(model: Any) -> dict[str, Tensor]:
     for name, tensor in sorted(kept.items(), key=lambda item: item[0] in aliases):
         _ = first.setdefault(id(tensor), name)
     names = set(first.values())
-    return dict(sorted(((n, t) for n, t in kept.items() if n in names), key=lambda pair: not isinstance(pair[1], nn.Parameter)))
+    stored = _names[model] if model in _names else _names.setdefault(model, stored_names(model))
+    listed = ((stored.get(n, n), t) for n, t in kept.items() if n in names)
+    return dict(sorted(listed, key=lambda pair: not isinstance(pair[1], nn.Parameter)))
 
 
 def export(path: Path, weights: Iterable[tuple[str, Tensor]], model: Any, folder: ModelFolder, world: World) -> None:
@@ -120,6 +119,9 @@ def write(path: Path, weights: Mapping[str, Tensor], model: Any, folder: ModelFo
         if model.generation_config is not None:
             model.generation_config.save_pretrained(aside)
         folder.tokenizer.save_pretrained(aside)
+        for file in (folder.path / name for name in PROCESSING if folder.images is not None):
+            if file.is_file():
+                _ = shutil.copy(file, aside)
 
 
 @contextmanager
@@ -151,7 +153,11 @@ def _without_progress_bars() -> Generator[None]:
 
 
 def _without_dropout(config: Any) -> Any:
+    from transformers import PreTrainedConfig
+
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
+        elif isinstance(value, PreTrainedConfig):
+            _without_dropout(value)
     return config

@@ -12,10 +12,9 @@ from rft.errors import BadInput, NonFiniteGradient, RuntimePoisoned, ShapeError
 from rft.experience import Minibatch
 from rft.objectives import LossTerms, MicroBatch, Totals, check_terms
 from rft.ops.metrics import Metric, host, merged, read
-from rft.parallel.batches import Batches
 from rft.trainers.backend import Steps
 from rft.trainers.inputs import Inputs
-from rft.trainers.microbatches import cut, gather, share_of
+from rft.trainers.microbatches import Agreed, cut, gather
 from rft.trainers.passes import Passes
 
 AnyObjective = Callable[[Any, MicroBatch, Totals], LossTerms]
@@ -33,15 +32,15 @@ class Learner:
         """One optimizer step over the global batch; see `Trainer.step`."""
         if old is not None and old.shape != batch.tokens.shape:
             raise ShapeError(f"old log-probs of shape {tuple(old.shape)} for a mini-batch of {tuple(batch.tokens.shape)}")
-        own = share_of(batch.tokens, batch.mask, batch.sampled, batch.demonstrated, vocab=self.passes.vocab)
-        plan, totals = self.passes.plan(own)
+        agreed = self.passes.agree(batch.tokens, batch.mask, batch.sampled, batch.demonstrated, batch.images)
+        totals = agreed.totals
         if totals.tokens + totals.demonstrated == 0:
             raise BadInput("no rank brought a sampled or demonstrated token to this step, so there is nothing to learn from")
         self.backend.training(True)
         try:
             with self.passes.attention():
-                numbered = enumerate(self.passes.ahead(self._cuts(batch, old, plan)), start=1)
-                parts = [self._accumulate(*part, totals, objective, n == 1, n == len(plan)) for n, part in numbered]
+                numbered = enumerate(self.passes.ahead(self._cuts(batch, old, agreed)), start=1)
+                parts = [self._accumulate(*part, totals, objective, n == 1, n == len(agreed.batches)) for n, part in numbered]
             metrics = self._together(parts)
             if not math.isfinite(metrics["loss"]):
                 raise NonFiniteGradient(f"the loss is {metrics['loss']} at step {self.backend.steps}; the optimizer was not touched")
@@ -50,11 +49,11 @@ class Learner:
             self.backend.after_passes()
             self.backend.forget()
 
-    def _cuts(self, batch: Minibatch, old: Tensor | None, plan: Batches) -> Iterator[tuple[Inputs, MicroBatch]]:
-        for rows in plan:
+    def _cuts(self, batch: Minibatch, old: Tensor | None, agreed: Agreed) -> Iterator[tuple[Inputs, MicroBatch]]:
+        for rows in agreed.batches:
             micro = cut(batch, old, rows)
-            part = micro.rows
-            yield self.passes.laid_out(part.tokens, part.mask, part.sampled, part.temperature), micro
+            part, shown = micro.rows, agreed.shown(batch.images, rows)
+            yield self.passes.laid_out(part.tokens, part.mask, part.sampled, part.temperature, shown), micro
 
     def _accumulate(
         self, asked: Inputs, micro: MicroBatch, totals: Totals, objective: AnyObjective, first: bool, last: bool

@@ -4,7 +4,7 @@ W is never written to. What is streamed and exported is added up anew each time,
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +13,9 @@ from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
 from rft.errors import BadInput
+from rft.images import RowImages
 from rft.models import ModelFolder
+from rft.narrow import UNCUT, Narrows, narrowed
 from rft.parallel.world import World
 from rft.spec import LoRA
 from rft.trainers import adapter, hugging_face
@@ -71,15 +73,17 @@ class LoRAActor(Actor):
 
     # ---- all weights, W + scale · B A ----
 
-    def manifest(self) -> tuple[TensorSpec, ...]:
-        """See `Trainer`."""
+    def manifest(self, dtype: torch.dtype | None = None) -> tuple[TensorSpec, ...]:
+        """See `Trainer`. Nothing is cast before it is sent: the sum would be another one."""
+        del dtype
         named = self._backend.root.named()
         adapted = {name for name in named if adapter.parts_of(name)[0] in named}
         return tuple(self._spec(n, t, torch.float32 if n in adapted else t.dtype) for n, t in named.items() if not adapter.is_part(n))
 
-    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Trainer`."""
-        return self._merged(self._backend.whole())
+    def stream_weights(self, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()) -> Iterator[tuple[str, Tensor]]:
+        """See `Trainer`, and `manifest`. All of a tensor is summed up before a part of it is given."""
+        del dtype
+        return narrowed(self._merged(self._backend.whole()), narrows[self.passes.world.rank] if narrows else UNCUT)
 
     def export(self, path: Path) -> None:
         """See `Trainer`: the model with the adapter added to it."""
@@ -105,14 +109,15 @@ class LoRAActor(Actor):
         mask: Bool[Tensor, "batch seq"],
         wanted: Bool[Tensor, "batch seq"],
         temperature: float,
+        images: RowImages | None = None,
     ) -> Float32[Tensor, "batch seq"]:
         """See `Adapted`."""
         with _without_adapter(self._backend.root.model):
-            return self.logprobs(tokens, mask, wanted, temperature)
+            return self.logprobs(tokens, mask, wanted, temperature, images)
 
-    def base(self) -> Sending:
+    def base(self, dtype: torch.dtype | None = None) -> Sending:
         """See `Adapted`."""
-        return self._sending(lambda name: not adapter.is_part(name))
+        return self._sending(lambda name: not adapter.is_part(name), dtype)
 
     def adapter(self) -> Sending:
         """See `Adapted`."""
@@ -126,9 +131,10 @@ class LoRAActor(Actor):
         kept = {n: t.to("cpu", torch.float32, copy=True) for n, t in self._backend.masters(adapter.is_part) if world.rank == 0}
         hugging_face.on_rank_0(path, world, lambda: adapter.write(path, kept, self._lora, str(self._folder.path)))
 
-    def _sending(self, wanted: Wanted = every) -> Sending:
-        named = self._backend.root.named().items()
-        return Sending(manifest=tuple(self._spec(n, t, t.dtype) for n, t in named if wanted(n)), tensors=self._backend.whole(wanted))
+    def _sending(self, wanted: Wanted = every, dtype: torch.dtype | None = None) -> Sending:
+        named, comes_in = self._backend.root.named().items(), self._backend.comes_in
+        specs = tuple(self._spec(n, t, comes_in(t, dtype)) for n, t in named if wanted(n))
+        return Sending(manifest=specs, tensors=self._backend.whole(wanted, dtype))
 
     def _spec(self, name: str, tensor: Tensor, dtype: torch.dtype) -> TensorSpec:
         return TensorSpec(name=name, shape=tuple(self._backend.shape_of(tensor)), dtype=dtype)

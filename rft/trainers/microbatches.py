@@ -1,7 +1,8 @@
 """Cuts every rank's rows into as many micro-batches as all the others have, and counts the global batch."""
 
 import dataclasses as dc
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.nn.functional import pad
 
 from rft.errors import BadInput
 from rft.experience import OPTIONAL, Minibatch, take
+from rft.images import Placeholder, RowImages, misfit
 from rft.objectives import MicroBatch
 from rft.ops.aggregation import Totals
 from rft.parallel.batches import Batches, Layout, Rows, plan
@@ -26,6 +28,8 @@ class Share:
 
     rows: Rows
     problem: str | None = None
+    images: bool = False
+    """Whether there are any."""
 
 
 def share_of(
@@ -33,14 +37,21 @@ def share_of(
     mask: Bool[Tensor, "batch seq"],
     wanted: Bool[Tensor, "batch seq"],
     demonstrated: Bool[Tensor, "batch"] | None = None,
+    images: RowImages | None = None,
     *,
     vocab: int,
+    placeholder: Placeholder | None = None,
 ) -> Share:
-    """This rank's rows. What is wrong with them is told, not raised. A row without tokens counts as one of length 1."""
+    """This rank's rows, for a model whose placeholder this is. What is wrong with them is told, not raised.
+
+    A row without tokens counts as one of length 1.
+    """
     shown = torch.zeros(len(mask), dtype=torch.bool) if demonstrated is None else demonstrated
     lengths, counts = mask.sum(dim=1).clamp(min=1), wanted.sum(dim=1)
     rows = Rows(lengths=tuple(lengths.tolist()), sampled=tuple(counts.tolist()), demonstrated=tuple(shown.tolist()))
-    return Share(rows=rows, problem=_problem(tokens, mask, wanted, vocab))
+    seeing = any(each is not None for each in images or ())
+    problem = _problem(tokens, mask, wanted, vocab) or (_unseen(tokens, mask, images or (), placeholder) if seeing else None)
+    return Share(rows=rows, problem=problem, images=seeing)
 
 
 def _problem(tokens: Tensor, mask: Tensor, wanted: Tensor, vocab: int) -> str | None:
@@ -56,8 +67,35 @@ def _problem(tokens: Tensor, mask: Tensor, wanted: Tensor, vocab: int) -> str | 
     return None
 
 
-def agree(world: World, own: Share, budget: int, *, width: int, layout: Layout) -> tuple[Batches, Totals]:
-    """Collective: this rank's micro-batches of the common plan, and the totals of the global batch.
+def _unseen(tokens: Tensor, mask: Tensor, images: RowImages, placeholder: Placeholder | None) -> str | None:
+    if placeholder is None:
+        return "rows have images, and this model takes none"
+    if len(images) != len(tokens):
+        return f"there are images of {len(images)} rows, and {len(tokens)} rows"
+    rows = ((row, ids[real].tolist(), each) for row, (ids, real, each) in enumerate(zip(tokens, mask, images, strict=True)) if each)
+    return next((f"row {row}: {wrong}" for row, ids, each in rows if (wrong := misfit(ids, each, placeholder))), None)
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """What all ranks know before the first pass."""
+
+    batches: Batches
+    """This rank's micro-batches of the common plan."""
+    totals: Totals
+    """Of the global batch."""
+    seeing: bool
+    """Whether any rank has images. Then the vision tower takes part in every pass of every rank, so that none waits for another."""
+
+    def shown(self, images: RowImages | None, rows: Sequence[int]) -> RowImages | None:
+        """What a pass over these rows is given, or over the filler where there are none; None: the tower takes no part in it."""
+        if not self.seeing:
+            return None
+        return tuple(None if images is None else images[row] for row in rows) or (None,)
+
+
+def agree(world: World, own: Share, budget: int, *, width: int, layout: Layout) -> Agreed:
+    """Collective: what all ranks tell each other, and what follows from it.
 
     Raises `BadInput` on every rank where any rank's rows cannot be used.
     """
@@ -66,7 +104,7 @@ def agree(world: World, own: Share, budget: int, *, width: int, layout: Layout) 
     if problems:
         raise BadInput("; ".join(problems))
     common = plan([share.rows for share in shares], budget, width=width, layout=layout)
-    return common.ranks[world.rank], common.totals
+    return Agreed(batches=common.ranks[world.rank], totals=common.totals, seeing=any(share.images for share in shares))
 
 
 def gather(world: World, own: T) -> list[T]:
@@ -96,7 +134,7 @@ def cut(batch: Minibatch, old: Float32[Tensor, "batch seq"] | None, rows: tuple[
     if not rows:
         return _filler(batch, old is not None)
     index = torch.tensor(rows)
-    part = take(batch, index)
+    part = dc.replace(take(batch, index), images=None)  # no objective looks at them; the pass is given them apart
     width = max(1, int(part.mask.sum(dim=1).max()))
     fitted = {f.name: to_width(getattr(part, f.name), width) for f in dc.fields(part) if _has_columns(getattr(part, f.name))}
     return MicroBatch(rows=dc.replace(part, **fitted), old=None if old is None else to_width(old[index], width))
@@ -114,6 +152,7 @@ def _has_columns(value: object) -> bool:
 def _filler(batch: Minibatch, with_old: bool) -> MicroBatch:
     """One row of one token that was not sampled: its loss is 0, and so is its gradient."""
     nothing, one = torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64)
+    given: dict[str, Any] = {name: None if getattr(batch, name) is None else nothing for name in OPTIONAL}
     rows = Minibatch(
         batches=batch.batches or (BatchId("filler"),),
         origin=one,
@@ -127,6 +166,6 @@ def _filler(batch: Minibatch, with_old: bool) -> MicroBatch:
         advantages=nothing,
         temperature=torch.ones(1),
         demonstrated=torch.zeros(1, dtype=torch.bool),
-        **{name: None if getattr(batch, name) is None else nothing for name in OPTIONAL},
+        **given,
     )
     return MicroBatch(rows=rows, old=nothing if with_old else None)

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rft.ops.packing import Segments, one_behind_the_other, side_by_side
 from rft.parallel.batches import Layout
+from rft.seeing import eyes
 
 log = logging.getLogger("rft")
 
@@ -34,12 +35,12 @@ def prepare(model: Any) -> None:
     if not model._supports_attention_backend or all(p.kind != p.VAR_KEYWORD for p in passed_on):
         raise CannotPack("its attention cannot be replaced")
     AttentionInterface.register(NAME, attention)
-    model.set_attn_implementation(NAME)
+    _decoder(model).set_attn_implementation(NAME)
 
 
 def choose(model: Any, right: Callable[[Layout], bool]) -> Layout:
     """Packed rows where the model takes them and `right` finds them to compute the same as padded ones; and prepares the model."""
-    name, before = type(model).__name__, model.config._attn_implementation
+    name, before = type(model).__name__, _decoder(model).config._attn_implementation
     try:
         prepare(model)
         if not right("packed"):
@@ -47,9 +48,14 @@ def choose(model: Any, right: Callable[[Layout], bool]) -> Layout:
         log.info("%s: rows are packed without padding", name)
         return "packed"
     except CannotPack as why:
-        model.set_attn_implementation(before)
+        _decoder(model).set_attn_implementation(before)
         log.warning("%s cannot take packed rows, they are padded: %s", name, why)
         return "padded"
+
+
+def _decoder(model: Any) -> Any:
+    """What computes with packed rows: of a model that takes images not the vision tower, whose attention looks both ways."""
+    return model if eyes(model) is None else model.get_decoder()
 
 
 def attention(

@@ -6,6 +6,7 @@ Rows lie on the host. Each micro-batch is laid out there, in pinned memory, and 
 import dataclasses as dc
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -14,13 +15,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rft import tree
-from rft.ops.aggregation import Totals
+from rft.images import RowImages
 from rft.ops.packing import unpack
-from rft.parallel.batches import Batches, Layout
+from rft.parallel.batches import Layout
 from rft.parallel.world import World
+from rft.seeing import Eyes, eyes
 from rft.trainers.backend import Asked, Root
 from rft.trainers.inputs import Inputs, inputs
-from rft.trainers.microbatches import Share, agree, share_of, some_rows, to_width
+from rft.trainers.microbatches import Agreed, agree, share_of, some_rows, to_width
 
 T = TypeVar("T")
 
@@ -38,9 +40,20 @@ class Passes:
     """Tokens of one pass."""
     rough: bool
     """Whether the fused attention is far off here: see `attention`."""
+    eyes: Eyes | None = None
+    """How the model takes images; None: it takes none."""
 
-    def plan(self, own: Share) -> tuple[Batches, Totals]:
-        """Collective: this rank's micro-batches, and what the global batch amounts to. Raises `BadInput` on all ranks."""
+    def agree(
+        self,
+        tokens: Int64[Tensor, "batch seq"],
+        mask: Bool[Tensor, "batch seq"],
+        wanted: Bool[Tensor, "batch seq"],
+        demonstrated: Bool[Tensor, "batch"] | None = None,
+        images: RowImages | None = None,
+    ) -> Agreed:
+        """Collective: this rank's micro-batches, and what all ranks' rows amount to. Raises `BadInput` on all ranks."""
+        placeholder = None if self.eyes is None else self.eyes.placeholder
+        own = share_of(tokens, mask, wanted, demonstrated, images, vocab=self.vocab, placeholder=placeholder)
         return agree(self.world, own, self.budget, width=self.width, layout=self.layout)
 
     def laid_out(
@@ -49,9 +62,11 @@ class Passes:
         mask: Bool[Tensor, "batch seq"],
         wanted: Bool[Tensor, "batch seq"],
         temperature: Float32[Tensor, "batch"],
+        images: RowImages | None = None,
     ) -> Inputs:
-        """What the model takes, on the host."""
-        return inputs(tokens, mask, wanted, temperature, self.layout)
+        """What the model takes, on the host. `images` are those of the rows; None: the vision tower takes no part."""
+        look = partial(self.eyes.see, images=images) if self.eyes and images is not None else None
+        return inputs(tokens, mask, wanted, temperature, self.layout, look)
 
     def run(self, model: Asked, asked: Inputs, wanted: Bool[Tensor, "batch seq"]) -> tuple[Tensor, ...]:
         """One pass: the root's answers as `[batch, seq]`, 0 where nothing is wanted. All on the device."""
@@ -64,14 +79,16 @@ class Passes:
         mask: Bool[Tensor, "batch seq"],
         wanted: Bool[Tensor, "batch seq"],
         temperature: float,
+        images: RowImages | None = None,
     ) -> Float32[Tensor, "batch seq"]:
         """The first of the root's answers for rows on the host: there again, without gradient. Collective."""
-        plan, _ = self.plan(share_of(tokens, mask, wanted, vocab=self.vocab))
+        agreed = self.agree(tokens, mask, wanted, images=images)
         result, heat = torch.zeros(tokens.shape), torch.full((len(tokens),), temperature)
-        parts = (some_rows(tokens, mask, wanted, heat, rows) for rows in plan)
+        parts = ((rows, some_rows(tokens, mask, wanted, heat, rows)) for rows in agreed.batches)
+        laid = ((self.laid_out(*part, agreed.shown(images, rows)), part[2]) for rows, part in parts)
         model.training(False)
         with torch.no_grad(), self.attention():
-            for rows, (asked, marked) in zip(plan, self.ahead((self.laid_out(*part), part[2]) for part in parts), strict=True):
+            for rows, (asked, marked) in zip(agreed.batches, self.ahead(laid), strict=True):
                 result[list(rows)] = to_width(self.run(model, asked, marked)[0].cpu(), result.shape[1])[: len(rows)]
         model.after_passes()
         return result
@@ -142,4 +159,5 @@ def passes(root: Root, world: World, *, dtype: str, budget: int) -> Passes:
         vocab=root.model.get_input_embeddings().num_embeddings,
         budget=budget,
         rough=world.device.type == "cpu" and dtype != "float32",
+        eyes=eyes(root.model),
     )

@@ -4,7 +4,7 @@ Every verb is collective: all ranks of the training group call it together. A ba
 """
 
 import dataclasses as dc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
@@ -13,6 +13,8 @@ from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
 from rft.experience import Minibatch, Rollouts
+from rft.images import RowImages
+from rft.narrow import Narrows
 from rft.objectives import Objective, ValueObjective
 
 Part = Literal["model", "optimizer"]
@@ -21,7 +23,7 @@ Part = Literal["model", "optimizer"]
 
 @dc.dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """One named tensor of the model as it is streamed: its full shape and the dtype that the trainer holds."""
+    """One named tensor of the model as it is streamed: its full shape, and the dtype that it comes in."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,6 +71,7 @@ class Frozen(Movable, Saved, Protocol):
         mask: Bool[Tensor, "batch seq"],
         wanted: Bool[Tensor, "batch seq"],
         temperature: float,
+        images: RowImages | None = None,
     ) -> Float32[Tensor, "batch seq"]:
         """As `Trainer.logprobs`."""
         ...
@@ -137,13 +140,19 @@ class Trainer(Saved, Protocol):
     managed: bool
     """Whether the backend keeps weights or moments on the host by itself, and brings them to the device when it needs them."""
 
-    def manifest(self) -> tuple[TensorSpec, ...]:
-        """Every tensor that `stream_weights` gives, in its order: parameters, and the persistent buffers that checkpoints have."""
+    def manifest(self, dtype: torch.dtype | None = None) -> tuple[TensorSpec, ...]:
+        """Every tensor that `stream_weights` gives, asked for the same dtype, in its order: parameters, and the persistent buffers
+        that checkpoints have."""
         ...
 
-    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(self, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under their Hugging Face names, gathered one bucket at a time. Whoever holds one holds its memory, too.
 
+        `narrows` says of every rank, in rank order and the same on each of them, what is wanted of a tensor there instead: no rank is
+        then sent what it does not want, as far as the backend's layout allows.
+
+        They come as exact as the trainer holds them. `dtype` says that the reader will cast them to it: what has to be sent from rank
+        to rank may then be cast before, for fewer bytes, and comes with the bits that a cast afterwards would give.
         Works on an offloaded model too. Tied tensors come once, under the name that the checkpoint has. Contains collectives:
         exhaust it on every rank.
         """
@@ -155,10 +164,12 @@ class Trainer(Saved, Protocol):
         mask: Bool[Tensor, "batch seq"],
         wanted: Bool[Tensor, "batch seq"],
         temperature: float,
+        images: RowImages | None = None,
     ) -> Float32[Tensor, "batch seq"]:
         """log p(token t | before t) of the wanted tokens, in fp32 from logits / temperature, no gradient; 0 elsewhere. On the host.
 
         `mask` marks the tokens of each row, from column 0 on; `wanted` some of them, but none at column 0, which nothing predicts.
+        `images` are those of each row, whose placeholders are among its tokens; a model of text alone refuses any.
         Ranks may bring different numbers of rows and lengths; the micro-batches are planned together.
         """
         ...
@@ -213,11 +224,12 @@ class Adapted(Protocol):
         mask: Bool[Tensor, "batch seq"],
         wanted: Bool[Tensor, "batch seq"],
         temperature: float,
+        images: RowImages | None = None,
     ) -> Float32[Tensor, "batch seq"]:
         """As `Trainer.logprobs`, of the base model: the adapter takes no part."""
         ...
 
-    def base(self) -> Sending:
+    def base(self, dtype: torch.dtype | None = None) -> Sending:
         """The base model, under its Hugging Face names, as `Trainer.stream_weights` gives a model. It never changes."""
         ...
 

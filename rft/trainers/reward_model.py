@@ -16,13 +16,12 @@ from torch.nn.functional import pad
 
 from rft.errors import BadInput
 from rft.experience import Rollouts
-from rft.models import ModelFolder, find_model
+from rft.models import Kind, ModelFolder, find_model, reward_kind
 from rft.parallel.batches import Layout
 from rft.parallel.world import World
 from rft.spec import RewardModel
 from rft.trainers import hugging_face, packed
 from rft.trainers.frozen import Still, on_every_rank
-from rft.trainers.hugging_face import Kind
 from rft.trainers.inputs import Inputs, inputs, predicting
 from rft.trainers.likeness import other_ends, other_tokens
 from rft.trainers.loading import on_rank_0
@@ -32,7 +31,6 @@ from rft.trainers.scorer import TOLERANCE, trial
 log = logging.getLogger("rft")
 
 SEQUENCE: Kind = "SequenceClassification"
-TOKEN: Kind = "TokenClassification"
 Text = tuple[Int64[Tensor, "batch seq"], Bool[Tensor, "batch seq"]]
 """Tokens as the reward model reads them, and their mask."""
 
@@ -40,7 +38,7 @@ Text = tuple[Int64[Tensor, "batch seq"], Bool[Tensor, "batch seq"]]
 def build(spec: RewardModel, actor: ModelFolder, world: World) -> Judge:
     """Loads the model, and shards it. Collective. Raises `BadInput` on all ranks for one that does not give one number."""
     folder, read = on_every_rank(world, lambda: _found(spec, actor))
-    kind = _kind(folder)
+    kind = reward_kind(folder.config, str(folder.path))
     root = on_rank_0(
         world,
         lambda: scalar(hugging_face.load(folder, checkpointing=False, kind=kind)),
@@ -161,12 +159,7 @@ def _joined(tokenizer: Any, question: str, response: str) -> Sequence[int]:
 def _found(spec: RewardModel, actor: ModelFolder) -> tuple[ModelFolder, Callable[[Rollouts], Text]]:
     """The folder, and what of the rollouts it is to be given. Raises `BadInput`."""
     folder = find_model(spec.model)
-    kinds: list[str] = folder.config.architectures or []
-    if len(kinds) != 1 or not kinds[0].endswith((SEQUENCE, TOKEN)):
-        is_one = ", ".join(kinds) or "model of no named class"
-        raise BadInput(f"RewardModel.model {folder.path} is a {is_one}, and must be a …For{SEQUENCE} or …For{TOKEN} with one label")
-    if folder.config.num_labels != 1:
-        raise BadInput(f"RewardModel.model {folder.path} has {folder.config.num_labels} labels, and must have 1: its score")
+    _ = reward_kind(folder.config, str(folder.path))
     apart = [*other_tokens(folder, actor), *other_ends(folder, actor)]
     if not apart:
         return folder, own_tokens
@@ -177,10 +170,6 @@ def _found(spec: RewardModel, actor: ModelFolder) -> tuple[ModelFolder, Callable
 
 
 # ---- the model ----
-
-
-def _kind(folder: ModelFolder) -> Kind:
-    return SEQUENCE if folder.config.architectures[0].endswith(SEQUENCE) else TOKEN
 
 
 def _head(model: Any) -> Any:

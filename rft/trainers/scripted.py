@@ -3,7 +3,7 @@
 Each optimizer step adds 1 to every weight. It refuses to compute while it is offloaded, as a real one would crash.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +14,8 @@ from rft.engines.faults import Faults
 from rft.engines.scripted import VOCABULARY, scripted_logprob
 from rft.errors import RoleError
 from rft.experience import Minibatch
+from rft.images import RowImages
+from rft.narrow import Narrows
 from rft.objectives import MicroBatch, Objective, TokenScores
 from rft.ops.metrics import read
 from rft.parallel.batches import totals
@@ -33,11 +35,14 @@ class ScriptedTrainer:
         self.on_device: dict[Part, bool] = {"model": True, "optimizer": True}
         self.faults, self.sizes = faults, sizes or {"model": 128, "optimizer": 256}
 
-    def manifest(self) -> tuple[TensorSpec, ...]:
+    def manifest(self, dtype: torch.dtype | None = None) -> tuple[TensorSpec, ...]:
+        del dtype  # nothing is sent from rank to rank
         self._pass("manifest", writes=False)
         return tuple(TensorSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in self.weights.items())
 
-    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(self, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()) -> Iterator[tuple[str, Tensor]]:
+        del dtype
+        assert not any(narrows), "an engine of three numbers takes them whole"
         for name, tensor in self.weights.items():
             self._pass("stream_weights", writes=False)
             yield name, tensor
@@ -48,7 +53,9 @@ class ScriptedTrainer:
         mask: Bool[Tensor, "batch seq"],
         wanted: Bool[Tensor, "batch seq"],
         temperature: float,
+        images: RowImages | None = None,
     ) -> Float32[Tensor, "batch seq"]:
+        assert images is None, "three numbers see nothing"
         self._pass("logprobs", writes=False)
         return self._logprobs(tokens, mask) * wanted / temperature
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from rft.engines.faults import Faults
 from rft.engines.scripted import scripted_logprob
 from rft.experience import Minibatch, Rollouts
+from rft.images import RowImages
 from rft.objectives import ValueObjective
 from rft.trainers.protocol import Part
 
@@ -58,8 +59,10 @@ class ScriptedFrozen(ScriptedRole):
         mask: Bool[Tensor, "batch seq"],
         wanted: Bool[Tensor, "batch seq"],
         temperature: float,
+        images: RowImages | None = None,
     ) -> Float32[Tensor, "batch seq"]:
         del mask
+        assert images is None, "three numbers see nothing"
         self.used("logprobs")
         total, values = sum(float(tensor.sum()) for tensor in self.weights.values()), torch.zeros(tokens.shape)
         for row, column in wanted.nonzero().tolist():

@@ -3,20 +3,23 @@
 The whole of a model is read by rank 0 alone; the others begin with parameters without memory, and are sent their slices.
 """
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from rft.narrow import UNCUT, Narrows, narrowed
 from rft.parallel.world import World
 from rft.trainers import hugging_face
 from rft.trainers.backend import Root, Wanted, every
-from rft.trainers.gathering import Gathering, gathered
+from rft.trainers.gathering import gathered
 from rft.trainers.gloo import GlooReduceScatter
 from rft.trainers.inputs import Inputs
 from rft.trainers.loading import read, sent
+from rft.trainers.pieces import Gathering
 from rft.trainers.shelf import Shelf
 from rft.trainers.slices import Slices, mesh
 
@@ -60,13 +63,19 @@ class Sharded:
         """See `Backend`."""
         return tensor.shape
 
-    def whole(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
+    def comes_in(self, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+        """See `Backend`."""
+        return self._among.dtype_of(tensor.dtype, dtype if isinstance(tensor, torch.nn.Parameter) else None)
+
+    def whole(
+        self, wanted: Wanted = every, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
         """See `Backend`."""
         named = {n: t for n, t in self.root.named().items() if wanted(n)}
         parts = self._readable()
         shards = [(n, tuple(t.shape), parts[id(t)]) for n, t in named.items() if id(t) in parts]
-        yield from gathered(shards, self._gathering())
-        yield from self.buffers(wanted)
+        yield from gathered(shards, self._among, dtype, narrows)
+        yield from narrowed(self.buffers(wanted), narrows[self._world.rank] if narrows else UNCUT)
 
     def buffers(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
         """Every named tensor that is no parameter; each rank has all of it."""
@@ -89,9 +98,11 @@ class Sharded:
         """This rank's slices, by the identity of their parameters."""
         return {id(p): self.weights.here(part) for p, part in zip(self.parameters, local(self.parameters), strict=True)}
 
-    def _gathering(self) -> Gathering:
+    @functools.cached_property
+    def _among(self) -> Gathering:
         group: Any = self._mesh.get_group("shard") if self._count > 1 else None
-        return Gathering(group=group, size=self._count, device=self._world.device)
+        first = self._world.rank // self._count * self._count
+        return Gathering(group=group, size=self._count, device=self._world.device, first=first)
 
     def _shard(self, dtype: str, keep_gathered: bool) -> None:
         offload = CPUOffloadPolicy(pin_memory=self._world.device.type == "cuda") if self._on_host else OffloadPolicy()

@@ -8,10 +8,9 @@ from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
 from rft.errors import BadInput
-from rft.models import ModelFolder
+from rft.models import Kind, ModelFolder
 from rft.parallel.batches import Layout
 from rft.trainers import hugging_face, packed
-from rft.trainers.hugging_face import Kind
 from rft.trainers.inputs import Inputs, inputs, predicting
 from rft.trainers.scorer import trial
 

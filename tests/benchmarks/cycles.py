@@ -30,9 +30,12 @@ SAMPLING = rft.Sampling(samples=4, max_new_tokens=64)
 def main(folder: str, size: str = "0.5B", cycles: str = "100", engine: str = "vllm") -> None:
     """The whole run."""
     model = str(random_model(Path(folder), cast(Size, size)))
-    engines = {"vllm": rft.VLLMEngine(max_model_len=256, cache_bytes=2 << 30 if torch.cuda.is_available() else 1 << 26)}
+    cache = 2 << 30 if torch.cuda.is_available() else 1 << 26
+    engines: dict[str, rft.EngineSpec] = {"vllm": rft.VLLMEngine(max_model_len=256, cache_bytes=cache)}
+    attention = os.environ.get("RFT_BENCHMARK_ATTENTION")  # SGLang's, where its own choice is not installed
+    engines |= {"sglang": rft.SGLangEngine(max_model_len=256, cache_bytes=cache, attention=attention)}
     engines |= {"transformers": rft.TransformersEngine(max_model_len=256)}
-    spec = rft.LaunchSpec(model=model, engine=engines[engine], trainer=rft.FSDP2Trainer(lr=0.0), deadline_s=120)
+    spec = rft.LaunchSpec(model=model, engine=engines[engine], trainer=rft.FSDP2Trainer(lr=0.0), deadline_s=600)
     questions = [Question(id=i, text=f"What is {i} + {i + 7}?", answer=str(2 * i + 7)) for i in range(64)]
     data, cursor = tokenise(questions, find_model(model).tokenizer, max_tokens=128), Cursor()
     seen: dict[str, list[float]] = defaultdict(list)

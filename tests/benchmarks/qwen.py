@@ -20,8 +20,8 @@ def config_of(size: Size) -> Any:
     from transformers import Qwen2Config
 
     vocabulary = 512 if size == "tiny" else 152064 if size == "7B" else 151936
-    ends = {"pad_token_id": 256, "eos_token_id": 257, "bos_token_id": None}
-    return Qwen2Config(vocab_size=vocabulary, tie_word_embeddings=size != "7B", max_position_embeddings=4096, **SHAPES[size], **ends)
+    more = {"pad_token_id": 256, "eos_token_id": 257, "bos_token_id": None, "architectures": ["Qwen2ForCausalLM"]}
+    return Qwen2Config(vocab_size=vocabulary, tie_word_embeddings=size != "7B", max_position_embeddings=4096, **SHAPES[size], **more)
 
 
 def random_model(folder: Path, size: Size) -> Path:

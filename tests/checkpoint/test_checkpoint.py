@@ -291,6 +291,14 @@ def test_a_disk_that_fails_loses_nothing_and_leaves_nothing(
     assert save(saved, tmp_path, RUN, keep=1) == only(tmp_path)
 
 
+def test_a_checkpoint_where_its_folder_is_wanted_is_said(begun: State, tmp_path: Path) -> None:
+    path = save(begun, tmp_path, None)
+    for call in (lambda: restore(begun, path, None), lambda: save(begun, path, None)):
+        with refused(begun, BadInput, "is a checkpoint itself; give the folder that it lies in", str(tmp_path)):
+            _ = call()
+    assert only(tmp_path) == path
+
+
 def test_a_file_in_the_way_is_said(begun: State, tmp_path: Path) -> None:
     _ = (tmp_path / "file").write_text("")
     with refused(begun, CheckpointFailed, "File exists", "file"):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rft.checkpoint import folder, manifest
+from rft.errors import BadInput
 
 
 def written(parent: Path, version: int, *, content: str = "x") -> Path:
@@ -82,7 +83,17 @@ def test_a_checkpoint_that_lost_something_is_not_whole_and_does_not_count(tmp_pa
     assert first.is_dir()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"files": 3}', '{"files": {"a": 1}}', '{"files": {"a": {"bytes": 1}}}'])
+def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    path = written(tmp_path, 1)
+    for call in (folder.newest_checkpoint, folder.checkpoints, lambda path: folder.begin(path, 2)):
+        with pytest.raises(BadInput, match=f"is a checkpoint itself; give the folder that it lies in, '{tmp_path}'"):
+            _ = call(path)
+    assert names(path) == ["inside", "manifest.json"]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"files": 3}', '{"files": {}}', '{"files": {"a": 1}}', '{"files": {"a": {"bytes": 1}}}']
+)
 def test_a_manifest_that_is_none_makes_no_whole_checkpoint(tmp_path: Path, content: str) -> None:
     path = written(tmp_path, 1)
     _ = (path / "manifest.json").write_text(content)

@@ -77,10 +77,17 @@ def test_the_cursor_alone_says_where_to_go_on():
     assert next_minibatch(source, cut, cursor) is None
 
 
-@pytest.mark.parametrize("bad", [{"size": 0}, {"size": -1}, {"epochs": 0}, {"last": "pad"}])
+@pytest.mark.parametrize("bad", [{"size": 0}, {"size": -1}, {"epochs": 0}, {"last": "pad"}, {"size": 4.0}, {"epochs": 1.5}])
 def test_cuts_that_cannot_work(bad):
     with pytest.raises(BadInput):
         Cut(**bad)
+
+
+def test_what_is_no_experience_or_cut_is_told_at_once():
+    with pytest.raises(BadInput, match=r"source must be Experience, got list; experience\(rollouts, rewards, advantages\) makes one"):
+        minibatches([], Cut())
+    with pytest.raises(BadInput, match=r"cut must be Cut, got int; write Cut\(size=…\)"):
+        minibatches(experience(4), 4)
 
 
 def test_an_empty_rank_is_told_before_the_others_wait_for_it():

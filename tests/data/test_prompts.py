@@ -118,13 +118,15 @@ def test_a_share_of_all_prompts():
     assert len(all_prompts(dataset(1), Share(index=1, count=2))) == 0
 
 
-@pytest.mark.parametrize("call", [lambda: Share(index=2, count=2), lambda: Share(index=-1), lambda: Cursor(epoch=-1)])
+@pytest.mark.parametrize(
+    "call", [lambda: Share(index=2, count=2), lambda: Share(index=-1), lambda: Cursor(epoch=-1), lambda: Share(count=2.0)]
+)
 def test_places_that_are_none(call):
     with pytest.raises(BadInput):
         call()
 
 
-@pytest.mark.parametrize(("count", "last"), [(0, "keep"), (-1, "drop"), (3, "wrap")])
+@pytest.mark.parametrize(("count", "last"), [(0, "keep"), (-1, "drop"), (3, "wrap"), (2.0, "keep")])
 def test_counts_and_modes_that_cannot_work(count, last):
     with pytest.raises(BadInput):
         next_prompts(dataset(5), Cursor(), count, Share(), last=last)

@@ -52,16 +52,16 @@ def test_weights_that_come_back_from_the_host_need_room_too() -> None:
             _ = rft.wake(state)
 
 
-def test_the_bucket_is_the_largest_tensor_of_the_stream(begun: State) -> None:
-    assert budget.sync_bucket(runtime_of(begun)) == 8
-    runtime_of(begun).trainer.manifest = lambda: ()
+def test_the_bucket_is_what_of_the_stream_waits_for_the_engine(begun: State) -> None:
+    assert budget.sync_bucket(runtime_of(begun)) == 12
+    runtime_of(begun).trainer.manifest = lambda *_: ()
     assert budget.sync_bucket(runtime_of(begun)) == 0
 
 
 def test_without_a_limit_a_cpu_asks_the_system_and_shares_it_among_its_ranks(begun: State, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = runtime_of(begun)
     runtime.spec = dc.replace(runtime.spec, device_bytes=None)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 144})())
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 152})())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     _ = rft.broadcast(begun)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
@@ -76,10 +76,10 @@ def test_without_a_limit_a_gpu_asks_the_driver_and_counts_what_torch_holds_unuse
     runtime.world = dc.replace(runtime.world, device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (40, 1 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 50)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 19)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 15)
     with pytest.raises(DoesNotFit):
         _ = rft.broadcast(begun)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 18)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 14)
     _ = rft.broadcast(begun)
 
 

@@ -6,8 +6,8 @@ import torch
 import rft
 from rft.effects import first_token
 from rft.engines.protocol import Completion, Request
-from rft.experience import Draw, Sampling
 from rft.parallel.seeds import continued
+from rft.sampling import Draw, Sampling
 from rft.testing import scripted_launch, scripted_prompts
 
 SAMPLING = Sampling(temperature=0.5, top_p=0.9, max_new_tokens=5, first=Draw(temperature=8.0, top_k=3))
@@ -56,7 +56,7 @@ def test_without_it_the_engine_is_asked_once() -> None:
 
 
 def test_what_is_no_draw_is_refused() -> None:
-    with pytest.raises(rft.BadInput, match="write first=Draw"):
+    with pytest.raises(rft.BadInput, match=r"Sampling\.first must be Draw"):
         _ = Sampling(first=8.0)
     with pytest.raises(rft.BadInput, match="top_k"):
         _ = Draw(top_k=-1)

@@ -1,12 +1,13 @@
 """A broadcast is a transaction: what is streamed is held against the manifest, and what lies there against what was received."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import torch
 
 import rft
 from rft.errors import SyncFailed
+from rft.narrow import Narrows
 from rft.testing import scripted_devices, scripted_launch
 from tests.refusals import State, sampled
 
@@ -26,6 +27,18 @@ def test_a_broadcast_installs_the_actors_weights_and_leaves_the_cache_unmapped(b
     for name, tensor in devices.trainer.weights.items():
         assert torch.equal(devices.engine.weights[name], tensor)
         assert devices.engine.weights[name] is not tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_the_stream_is_asked_for_in_what_the_engine_casts_to(begun: State, dtype: torch.dtype | None) -> None:
+    devices, asked = scripted_devices(begun), list[torch.dtype | None]()
+    assert devices.engine is not None
+    trainer, devices.engine.casts_to = devices.trainer, dtype
+    manifest, stream = trainer.manifest, trainer.stream_weights
+    trainer.manifest = lambda dtype=None: (asked.append(dtype), manifest(dtype))[1]
+    trainer.stream_weights = lambda dtype=None, narrows=(): (asked.append(dtype), stream(dtype, narrows))[1]
+    assert type(rft.broadcast(begun).weights) is rft.Fresh
+    assert set(asked) == {dtype}
 
 
 def test_an_offloaded_actor_streams_from_the_host(begun: State) -> None:
@@ -48,7 +61,9 @@ def test_a_stream_that_is_not_the_manifests_fails_is_exhausted_and_poisons(
 ) -> None:
     taken = list[str]()
 
-    def stream_weights() -> Iterator[tuple[str, torch.Tensor]]:
+    def stream_weights(dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+        assert dtype is None
+        assert not any(narrows)
         for name, tensor in stream.items():
             taken.append(name)
             yield name, tensor

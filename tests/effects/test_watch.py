@@ -10,6 +10,7 @@ import torch
 import rft
 from rft.effects.runtime import runtime_of
 from rft.effects.watch import FACTOR, LENGTH, MEMORY, TOLERANCE, Watch
+from rft.engines.scripted import scripted_logprob
 from rft.state import PolicyVersion
 from rft.testing import scripted_devices, scripted_launch, scripted_minibatch
 from tests.refusals import State, sampled
@@ -174,7 +175,7 @@ def test_the_probe_is_short_and_fixed(begun: State) -> None:
     state = rft.refresh(begun)
     engine = scripted_devices(state).engine
     assert engine is not None
-    assert max(map(len, engine.prefixes)) == LENGTH
+    assert max(map(len, engine.prefixes)) == LENGTH - 1  # what comes before the last token
 
 
 # ---- in the steps ----
@@ -188,7 +189,9 @@ def test_an_update_that_was_held_back_is_an_alarm_at_wake(begun: State) -> None:
     engine.weights = {name: tensor - 1 for name, tensor in engine.weights.items()}
     state = rft.wake(state)
     (gap,) = rft.health(state).gaps
-    assert gap.mean == pytest.approx(3 * 2.0**-10)
+    ids = watch()._probe
+    apart = [abs(scripted_logprob(-3.0, ids[:end]) - scripted_logprob(0.0, ids[:end])) for end in range(2, len(ids) + 1)]
+    assert gap.mean == pytest.approx(sum(apart) / len(apart))
     assert gap.alarm is not None
     assert "after wake (version 0)" in gap.alarm
 

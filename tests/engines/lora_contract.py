@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rft.engines.protocol import AdapterEngine
 from rft.errors import EngineFailed, SyncFailed
-from rft.experience import Sampling
+from rft.sampling import Sampling
 from rft.spec import LoRA
+from rft.testing.engines import GREEDY, PROMPTS, expected_logprobs, greedy, is_close, requests, weights
 from rft.trainers import adapter
-from tests.engines.contract import GREEDY, PROMPTS, expected_logprobs, greedy, is_close, requests, weights
 from tests.engines.lora_cycle import Seen
 
 LORA = LoRA(rank=4, alpha=8, sync="adapter")

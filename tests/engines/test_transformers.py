@@ -1,5 +1,6 @@
 """The embedded engine: the contract, and what is its own."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,25 +13,28 @@ from rft.engines import decoding
 from rft.engines.protocol import Engine, Request
 from rft.engines.transformers import Transformers, build
 from rft.errors import BadInput
-from rft.experience import Sampling
 from rft.models import find_model
 from rft.parallel.world import World, open_world
+from rft.sampling import Sampling
 from rft.spec import TransformersEngine
-from tests.engines.contract import (
+from rft.testing.engines import (
     GREEDY,
     MAX_MODEL_LEN,
     PROMPTS,
     EngineContract,
+    check_ranks,
     folder,
     greedy,
     module,
     other,
     requests,
+    tokenizer,
     wake_with,
     weights,
 )
+from tests.launching import torchrun
 
-__all__ = ["folder", "module", "other"]
+__all__ = ["folder", "module", "other", "tokenizer"]
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +150,12 @@ def test_untied_heads(tmp_path: Path, world: World) -> None:
     assert "lm_head.weight" in engine.checksums()
     wake_with(engine, module)
     assert engine.generate(requests(*PROMPTS), GREEDY)[0].tokens == greedy(module, PROMPTS[0], 10)
+
+
+def test_the_contract_on_two_ranks_and_the_same_tokens_on_one(
+    folder: Path, world: World, module: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    _ = torchrun(Path(__file__).with_name("on_ranks.py"), tmp_path, folder, ranks=2, timeout=240)
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [len(each) for each in told] == [6, 6]
+    assert told[0] | told[1] == check_ranks(make(folder, world), module, tokenizer, world)

@@ -1,4 +1,4 @@
-"""Makes the virtual environments, one per engine, from the exact lists in this folder: `python make.py transformers|vllm|deepspeed`.
+"""Makes the virtual environments, one per engine, from the exact lists in this folder: `python make.py transformers|vllm|sglang|deepspeed`.
 
 It needs Python 3.11 with pip and nothing else, and prints the path of the environment's Python. An environment is `.venv-<name>` in
 the checkout. A stamp in it, the hash of its lists, is written last: where it is right, nothing is installed; where it is missing,
@@ -19,6 +19,8 @@ from pathlib import Path
 
 LISTS = Path(__file__).resolve().parent
 CHECKOUT = LISTS.parents[1]
+OPERATORS = LISTS / "torchvision_operators.py"
+"""What every Python of an environment with torchvision loads at its start."""
 
 
 def make(name: str, checkout: Path = CHECKOUT) -> Path:
@@ -51,6 +53,11 @@ def install(name: str, home: Path, checkout: Path) -> None:
         isolation = ("--no-build-isolation",) if each == "deepspeed" else ()
         run(*pip, "--no-deps", *isolation, "--requirement", str(LISTS / f"{each}.txt"))
     run(*pip, "--no-deps", "--no-build-isolation", "--editable", str(checkout))
+    if any(line.startswith("torchvision==") for line in packages(name)):
+        packages_of = home / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+        packages_of.mkdir(parents=True, exist_ok=True)
+        _ = shutil.copy(OPERATORS, packages_of)
+        _ = (packages_of / OPERATORS.with_suffix(".pth").name).write_text(f"import {OPERATORS.stem}\n")
     tell(f"{name}: ready after {time.monotonic() - began:.0f} s")
 
 
@@ -72,7 +79,7 @@ def lines_of(name: str) -> list[str]:
 
 def fingerprint(name: str) -> str:
     """Hash of what an environment is made from: its lists, this Python, what the library declares, and this script."""
-    parts = [*packages(name), sys.version, (CHECKOUT / "pyproject.toml").read_text(), Path(__file__).read_text()]
+    parts = [*packages(name), sys.version, (CHECKOUT / "pyproject.toml").read_text(), Path(__file__).read_text(), OPERATORS.read_text()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

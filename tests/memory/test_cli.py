@@ -9,7 +9,7 @@ from rft.errors import BadInput
 from rft.memory.config import read_setting
 from rft.spec import DeepSpeedTrainer, FSDP2Trainer, SharedCritic, VLLMEngine
 from tests.launching import ROOT
-from tests.memory.models import folder
+from tests.memory.models import folder, judge
 
 GOOD = """
 device_gib = 8.0
@@ -29,17 +29,20 @@ kind = "fsdp2"
 betas = [0.9, 0.95]
 
 [launch.reward_models.judge]
-model = "MODEL"
+model = "JUDGE"
 """
 
 
 @pytest.fixture
 def written(tmp_path: Path):
-    model = folder(tmp_path / "model")
+    model, scores, two = folder(tmp_path / "model"), judge(tmp_path / "judge"), judge(tmp_path / "two", labels=2)
+    policy = judge(tmp_path / "policy", architecture="Qwen2ForCausalLM")
 
     def write(text: str) -> Path:
         path = tmp_path / "plan.toml"
-        path.write_text(text.replace("MODEL", model))
+        for name, of in {"MODEL": model, "JUDGE": scores, "TWO": two, "POLICY": policy}.items():
+            text = text.replace(name, of)
+        path.write_text(text)
         return path
 
     return write
@@ -73,10 +76,17 @@ WRONG = [
     (("prompts = 2", ""), "prompts: missing (Setting needs it)"),
     (("betas", "beta"), "launch.trainer.beta: there is no such key; there are betas, dtype, eps, "),
     (("prompts = 2", "prompt = 2"), "prompt: there is no such key; there are device_gib, host_gib, launch, longest_prompt"),
-    (('"vllm"', '"vlm"'), "launch.engine: kind is 'vlm'; write one of 'vllm', 'transformers', 'none'"),
+    (('"vllm"', '"vlm"'), "launch.engine: kind is 'vlm'; write one of 'vllm', 'sglang', 'transformers', 'none'"),
     (('kind = "fsdp2"', ""), "launch.trainer: kind is missing; write one of 'fsdp2', 'deepspeed'"),
     (('kind = "fsdp2"', 'kind = "fsdp2"\ndtype = "int8"'), "launch.trainer.dtype: input should be 'bfloat16' or 'float32', got 'int8'"),
-    (("prompts = 2", "prompts = 0"), "Setting.prompts must be at least 1"),
+    (("prompts = 2", "prompts = 0"), "rft plan: Setting.prompts must be at least 1"),
+    (('model = "MODEL"\n', 'model = "MODEL"\ntensor_parallel = 0\n'), "rft plan: LaunchSpec.tensor_parallel must be at least 1"),
+    (
+        ("[launch.engine]", "[launch.critic]\nkind = 'own'\nwhere = 'moon'\n[launch.engine]"),
+        "launch.critic.where: input should be 'device'",
+    ),
+    (('kind = "vllm"', 'kind = "none"'), "launch.engine: kind 'none' goes with no other key; leave out cache_bytes, got"),
+    (("prompts = 2", "prompts = 2\nschedule = 3"), "schedule: it must be a table, got 3"),
     (
         ("[launch.reward_models.judge]\nmodel", "[launch.reward_models.judge]\nname"),
         "launch.reward_models.judge.name: there is no such key",
@@ -95,10 +105,21 @@ REFUSED = [
     (("world_size = 6", "world_size = 6\nranks_per_host = 3"), "tensor_parallel=2 does not divide ranks_per_host=3"),
     (("world_size = 6", "world_size = 6\nranks_per_host = 0"), "ranks_per_host must be at least 1, got 0"),
     (("tensor_parallel = 2", "tensor_parallel = 3\n"), "tensor_parallel=3 does not divide the model's 4 attention heads"),
-    (('kind = "fsdp2"', 'kind = "fsdp2"\nshards = 4'), "shards=4 does not divide the world size 6"),
+    (('kind = "fsdp2"', 'kind = "fsdp2"\nshards = 4'), "LaunchSpec.trainer: shards=4 does not divide the world size 6"),
     (
         ("[launch.reward_models.judge]", "[launch.reference]\nshards = 4\n[launch.reward_models.judge]"),
-        "shards=4 does not divide the world size 6",
+        "LaunchSpec.reference: shards=4 does not divide the world size 6",
+    ),
+    (
+        ("cache_bytes = 1048576", "cache_bytes = 1048576\nmax_model_len = 2049"),
+        "max_model_len=2049 is more than the 2048 tokens that the model's configuration allows",
+    ),
+    (("cache_bytes = 1048576", "cache_bytes = 524287"), "cache_bytes=524287 has too few blocks for one row of max_model_len=2048"),
+    (('"JUDGE"', '"POLICY"'), "policy is a Qwen2ForCausalLM, and must be a …ForSequenceClassification or …ForTokenClassification"),
+    (('"JUDGE"', '"TWO"'), "has 2 labels, and must have 1: its score"),
+    (
+        ("betas = [0.9, 0.95]", "offload = true\n[schedule]\noffload_actor = true"),
+        "offload_actor(state) is refused with it; leave one of them out",
     ),
     (('kind = "vllm"\ncache_bytes = 1048576', 'kind = "transformers"'), "so tensor_parallel=2 cannot work"),
     (

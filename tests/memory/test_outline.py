@@ -4,6 +4,7 @@ import torch
 from rft.errors import BadInput
 from rft.memory.outline import blueprint, outline, read_config
 from tests.memory.models import BLOCK, OUTSIDE, PARAMETERS, folder, tiny
+from tests.models import tiny_vision_config
 
 
 def test_parameters_are_counted_by_block_tied_ones_once():
@@ -31,3 +32,9 @@ def test_only_the_configuration_is_read(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     with pytest.raises(BadInput, match="is neither a folder with"):
         _ = read_config(str(tmp_path / "nothing here"))
+
+
+def test_a_model_that_takes_images_cannot_be_planned(tmp_path):
+    tiny_vision_config().save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match="Qwen2_5_VLConfig, which takes images: what its vision tower takes cannot be planned yet"):
+        read_config(str(tmp_path))

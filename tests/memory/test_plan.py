@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rft.errors import BadInput
-from rft.memory import Plan, Schedule, Setting, plan
+from rft.memory import Plan, Schedule, Setting, plan, steps
 from rft.memory.activations import Pass, activations
 from rft.memory.plan import CONTEXT, KEPT, KEPT_SHARE
 from rft.memory.steps import Work, training
@@ -18,11 +18,13 @@ from rft.spec import (
     MovingAverage,
     Reference,
     RewardModel,
+    SGLangEngine,
     SharedCritic,
     TransformersEngine,
     VLLMEngine,
 )
-from tests.memory.models import BLOCK, OUTSIDE, PARAMETERS, folder, tiny
+from rft.trainers import gathering
+from tests.memory.models import BLOCK, OUTSIDE, PARAMETERS, folder, judge, tiny
 
 GIB = 1 << 30
 WEIGHTS, MOMENTS = 4 * PARAMETERS, 8 * PARAMETERS
@@ -113,8 +115,32 @@ def test_the_engine_is_there_in_its_phases_alone(model: str):
         > rows(plan(setting(model, engine=VLLMEngine(eager=True))), "train")[graphs]
     )
     two = plan(setting(model, engine=engine, world_size=2))
-    assert rows(two, "broadcast")["sync bucket"] == 4 * PARAMETERS  # all of it, being less than a bucket and the largest tensor
+    assert rows(two, "broadcast")["sync bucket"] == 2 * 2 * PARAMETERS  # in bf16: all of it as it came, beside what is made of that
     assert "sync bucket" not in rows(made, "broadcast")
+
+
+def test_new_weights_go_to_sglang_through_a_bucket(model: str):
+    made = plan(setting(model, engine=SGLangEngine(cache_bytes=1 << 21, bucket_bytes=1 << 10)))
+    assert rows(made, "broadcast")["engine weights"] == 2 * PARAMETERS
+    assert rows(made, "generate")["cache"] == 1 << 21
+    assert rows(made, "broadcast")["sync bucket"] == 2 * 320 * 128  # the embedding, which is the largest tensor
+    whole = plan(setting(model, engine=SGLangEngine(bucket_bytes=1 << 30)))
+    assert rows(whole, "broadcast")["sync bucket"] == 2 * PARAMETERS
+    kept = plan(setting(model, engine=SGLangEngine(), schedule=Schedule(keep_engine_weights=True)))
+    assert rows(kept, "train")["engine weights"] == 2 * PARAMETERS
+
+
+def test_a_gathered_stream_takes_the_bucket_that_came_what_is_made_of_it_and_the_next_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gathering, "BUCKET", 100)
+    assert gathering.most([]) == 0
+    assert gathering.most([40, 40]) == 2 * 80
+    assert gathering.most([40, 40, 40, 150, 10]) == max(2 * 80 + 40, 40 + 150, 150 + 10, 10)
+    assert gathering.most([30, 150, 120, 30, 30]) == max(30 + 150, 150 + 120, 120 + 60, 2 * 60)
+    monkeypatch.setattr(steps, "BATCH", 50)
+    assert steps.streamed([40, 40, 40, 150, 10], 2) == 50 + 200
+    assert steps.streamed([40, 40], 2) == 2 * 80  # no more than there is, as it came and as it is made
+    assert steps.streamed([40, 40], 1) == 80
+    assert steps.streamed([40, 40, 40], 1) == 50 + 40
 
 
 def test_an_engine_that_wakes_is_compared_with_the_actor_which_is_gathered_for_it(model: str):
@@ -173,9 +199,9 @@ def test_a_head_on_the_actors_states_needs_the_actor(model: str):
 
 def test_as_many_reward_models_are_there_as_may_be(model: str, tmp_path: Any):
     models = {
-        "small": RewardModel(model=folder(tmp_path / "small", layers=1)),
-        "large": RewardModel(model=folder(tmp_path / "large", layers=3)),
-        "other": RewardModel(model=model),
+        "small": RewardModel(model=judge(tmp_path / "small", layers=1)),
+        "large": RewardModel(model=judge(tmp_path / "large", layers=3)),
+        "other": RewardModel(model=judge(tmp_path / "other")),
     }
     one, two = (plan(setting(model, reward_models=models, reward_models_on_device=count)) for count in (1, 2))
     sizes = {f"reward model {name} weights": 2 * (layers * BLOCK + OUTSIDE) + 4 * 128 for name, layers in (("large", 3), ("other", 2))}
@@ -211,6 +237,18 @@ def test_a_setting_is_checked(model: str):
         ({"device_gib": math.inf}, "and finite"),
         ({"minibatches": 5}, "cannot be cut into 5"),
         ({"launch": dc.replace(good.launch, tensor_parallel=2)}, "tensor_parallel=2 does not divide world_size=1"),
+        (
+            {"launch": dc.replace(good.launch, trainer=FSDP2Trainer(offload=True)), "schedule": Schedule(offload_actor=True)},
+            r"FSDP2Trainer\(offload=True\) keeps the Actor on the host by itself",
+        ),
+        (
+            {"launch": dc.replace(good.launch, critic=Critic(trainer=FSDP2Trainer(shards=2)))},
+            r"LaunchSpec.critic.trainer: shards=2 does not",
+        ),
+        (
+            {"launch": dc.replace(good.launch, reward_models={"kind": RewardModel(model="x", shards=2)})},
+            r"reward_models\['kind'\]: shards=2",
+        ),
     ]:
         with pytest.raises(BadInput, match=said):
             _ = dc.replace(good, **wrong)

@@ -40,6 +40,12 @@ def untouched(state: rft.RuntimeState[Any, Any, Any, Any], seen: Seen) -> Genera
     seen |= {"untouched": scripted_snapshot(state) == before, "legal": list(rft.legal(state))}
 
 
+def own_prompts(world: World, count: int = 2) -> rft.Prompts:
+    """Prompts that no other rank has."""
+    prompts = scripted_prompts(count, epoch=2)
+    return dc.replace(prompts, ids=prompts.ids + 10 * world.rank)
+
+
 def at_different_steps(world: World) -> Seen:
     seen: Seen = {}
     with scripted_launch(world=world) as begun:
@@ -91,7 +97,7 @@ def an_engine_that_fails(world: World) -> Seen:
         seen["legal"] = list(rft.legal(begun))
         scripted_devices(begun).faults.arm(None)
         state = rft.refresh(rft.recover(begun))
-        return seen | {"rows after": len(rft.generate(state, scripted_prompts(), SAMPLING))}
+        return seen | {"rows after": len(rft.generate(state, own_prompts(world), SAMPLING))}
 
 
 def manifests_that_differ(world: World) -> Seen:
@@ -115,8 +121,8 @@ def another_batch_on_one_rank(world: World) -> Seen:
     seen: Seen = {}
     with scripted_launch(world=world) as begun:
         ready = rft.refresh(begun)
-        other = rft.generate(ready, scripted_prompts(), SAMPLING)
-        rollouts = rft.generate(ready, scripted_prompts(), SAMPLING)
+        other = rft.generate(ready, own_prompts(world), SAMPLING)
+        rollouts = rft.generate(ready, own_prompts(world), SAMPLING)
         state = rft.compute_old_logprobs(ready, rollouts)
         with untouched(state, seen):
             _ = rft.train_step(state, scripted_minibatch(other if world.rank else rollouts), rft.grpo())
@@ -129,7 +135,7 @@ def a_long_prompt_on_one_rank(world: World) -> Seen:
     with scripted_launch(world=world) as begun:
         ready = rft.refresh(begun)
         with untouched(ready, seen):
-            _ = rft.generate(ready, scripted_prompts(70 if world.rank else 2), SAMPLING)
+            _ = rft.generate(ready, own_prompts(world, 300 if world.rank else 2), SAMPLING)
     return seen
 
 
@@ -139,7 +145,7 @@ def sampling_of_a_wrong_type_on_one_rank(world: World) -> Seen:
     with scripted_launch(world=world) as begun:
         ready = rft.refresh(begun)
         with untouched(ready, seen):
-            _ = rft.generate(ready, scripted_prompts(), wrong if world.rank else SAMPLING)
+            _ = rft.generate(ready, own_prompts(world), wrong if world.rank else SAMPLING)
     return seen
 
 
@@ -164,20 +170,29 @@ def old_rollouts_on_one_rank(world: World) -> Seen:
     seen: Seen = {}
     with scripted_launch(world=world) as begun:
         ready = rft.refresh(begun)
-        old = rft.generate(ready, scripted_prompts(), SAMPLING)
+        old = rft.generate(ready, own_prompts(world), SAMPLING)
         taught, _ = rft.supervised_step(ready, scripted_minibatch(old))
         ready = rft.broadcast(taught)
-        new = rft.generate(ready, scripted_prompts(), SAMPLING)
+        new = rft.generate(ready, own_prompts(world), SAMPLING)
         with untouched(ready, seen):
             _ = rft.compute_old_logprobs(ready, old if world.rank else new)
     return seen
 
 
+def the_same_prompt_on_two_ranks(world: World) -> Seen:
+    seen: Seen = {}
+    with scripted_launch(world=world) as begun:
+        ready = rft.refresh(begun)
+        with untouched(ready, seen):
+            _ = rft.generate(ready, scripted_prompts(1 + world.rank), SAMPLING)
+        both = rft.generate(ready, scripted_prompts(), SAMPLING, draw=world.rank)
+        return seen | {"rows after": len(both)}
+
+
 def own_share(world: World) -> Seen:
     """A TP group generates together: what a rank gets, and what it would get alone."""
     count = 3 - 2 * world.rank
-    prompts = scripted_prompts(count, epoch=2)
-    prompts = dc.replace(prompts, ids=prompts.ids + 10 * world.rank)
+    prompts = own_prompts(world, count)
     with scripted_launch(world=world, seed=5) as begun:
         together = rft.generate(rft.refresh(begun), prompts, SAMPLING, draw=1)
     with scripted_launch(seed=5) as begun:
@@ -223,6 +238,7 @@ def main() -> None:
         another_batch_on_one_rank,
         a_long_prompt_on_one_rank,
         sampling_of_a_wrong_type_on_one_rank,
+        the_same_prompt_on_two_ranks,
         other_columns_on_one_rank,
         a_column_of_words_on_one_rank,
         old_rollouts_on_one_rank,

@@ -127,6 +127,15 @@ def test_what_one_rank_refuses_all_refuse(results: Results, name: str, error: st
         assert seen.get("version after", 1) == 1
 
 
+def test_a_prompt_that_two_ranks_have_is_refused_on_both_by_name(results: Results) -> None:
+    for seen in scene(results, "the same prompt on two ranks"):
+        assert seen["error"] == "BadInput"
+        assert "ranks 0 and 1 both have prompt 0 of epoch 0" in seen["message"]
+        assert "Share(index=rank, count=ranks)" in seen["message"]
+        assert seen["untouched"]
+        assert seen["rows after"] == 4, "in another draw they may: the responses differ"
+
+
 # ---- what they do together ----
 
 

@@ -163,7 +163,7 @@ EFFECTS: dict[str, tuple[types.ModuleType, str, str]] = {
     ),
     "rollouts of a version too new": (rollout, "    version = state.weights.version\n", "    version = state.version\n"),
     "a lag that nobody checks": (scoring, "state.version - r.version > max_lag:", "False:"),
-    "old log-probs that are scaled": (scoring, "r.sampling.temperature or 1.0)) for r", "r.sampling.temperature or 1.0) * 1.5) for r"),
+    "old log-probs that are scaled": (scoring, "or 1.0, r.images) for r", "or 1.0, r.images) * 1.5 for r"),
     "old log-probs of another source": (scoring, 'values=r.logprobs if source == "engine" else None', "values=r.logprobs * 0.5"),
     "old log-probs that name another version": (
         scoring,

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from rft.experience import Experience, Minibatch, take
+from rft.images import Images
 from rft.state import BatchId
 
 ROWS = ((9, 4), (14, 6), (5, 1), (11, 0), (17, 9), (6, 3), (12, 12), (8, 5))
@@ -48,3 +49,50 @@ def some_old(source: Experience, near: Tensor, seed: int = 1) -> Tensor:
     """Old log-probs beside `near`, some of them so far away that the clip acts."""
     draw = torch.Generator().manual_seed(seed)
     return (near + 0.3 * torch.randn(near.shape, generator=draw)).where(source.sampled, torch.tensor(0.0))
+
+
+def seeing_experience(seed: int = 0) -> Experience:
+    """Six rows for `tests.models.tiny_vision_model`: 0 and 1 are samples of one prompt with an image, 3 has two images, 4 one.
+
+    Rows 2 and 5 are samples of a prompt without any.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    one, two, wide = (some_images(draw, *grids) for grids in (((1, 4, 4),), ((1, 2, 4), (1, 6, 4)), ((1, 2, 8),)))
+    images = (one, one, None, two, wide, None)
+    prompts = [torch.tensor(prompt_of(draw, images[row])) for row in (0, 2, 3, 4)]
+    rows = [
+        torch.cat([prompts[n], torch.randint(0, 250, (length,), generator=draw)])
+        for n, length in zip((0, 0, 1, 2, 3, 1), (5, 2, 7, 4, 6, 1), strict=True)
+    ]
+    starts = torch.tensor([len(prompts[n]) for n in (0, 0, 1, 2, 3, 1)])[:, None]
+    width = max(map(len, rows)) + 1
+    mask = torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
+    sampled = mask & (torch.arange(width) >= starts)
+    tokens = torch.stack([torch.nn.functional.pad(row, (0, width - len(row)), value=-100) for row in rows])
+    return Experience(
+        batches=(BatchId("a"),),
+        origin=torch.zeros(6, dtype=torch.int64),
+        rows=torch.arange(6),
+        tokens=tokens,
+        mask=mask,
+        sampled=sampled,
+        logprobs=(-6 * torch.rand(6, width, generator=draw)).where(sampled, torch.tensor(0.0)),
+        groups=torch.tensor([0, 0, 1, 2, 3, 1]),
+        rewards=torch.rand(6, generator=draw),
+        advantages=torch.randn(6, 1, generator=draw).where(sampled, torch.tensor(0.0)),
+        temperature=torch.ones(6),
+        demonstrated=torch.zeros(6, dtype=torch.bool),
+        images=images,
+    )
+
+
+def some_images(draw: torch.Generator, *grids: tuple[int, int, int]) -> Images:
+    """Random pixels for grids of patches of 8 × 8 pixels, three colours, two points in time."""
+    return Images(pixels=torch.randn(sum(t * h * w for t, h, w in grids), 3 * 2 * 8 * 8, generator=draw), grids=torch.tensor(grids))
+
+
+def prompt_of(draw: torch.Generator, images: Images | None) -> list[int]:
+    """Three tokens of text, the placeholders of each image between the tokens that frame them, and two more."""
+    first, last = (torch.randint(0, 250, (count,), generator=draw).tolist() for count in (3, 2))
+    counts = [] if images is None else (images.grids.prod(dim=1) // 4).tolist()
+    return [*first, *(token for count in counts for token in (258, *[260] * count, 259)), *last]

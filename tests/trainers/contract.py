@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rft.models import find_model
+from rft.narrow import shape_in
 from rft.ops.aggregation import Totals
 from rft.spec import FSDP2Trainer
 from rft.trainers.schedule import learning_rate
 from tests.launching import torchrun
 from tests.models import tiny_model
-from tests.trainers import oracle
+from tests.trainers import oracle, parcels
+from tests.trainers.backends import shards
 from tests.trainers.batches import random_experience, some_old
 
 SCRIPT = Path(__file__).with_name("ranks.py")
@@ -227,6 +229,66 @@ def test_weights_stream_under_the_checkpoint_s_names(model: str, seen: list[dict
         assert same(result["small buckets"], stored)
         listed = [(spec.name, spec.shape, spec.dtype) for spec in result["manifest"]]
         assert listed == [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in result["weights"].items()]
+
+
+@pytest.mark.parametrize("model", ["qwen2", "uneven"])
+def test_what_travels_may_be_cast_before_and_has_the_bits_of_a_cast_afterwards(
+    model: str, seen: list[dict[str, Any]], models: Path
+) -> None:
+    stored = load_file(models / model / "model.safetensors")
+    for number, rank in enumerate(seen):
+        result, dtype = rank["streams"][model], torch.bfloat16 if travels(rank["backend"], len(seen)) else torch.float32
+        for kind in ("cast", "cast, small buckets", "cast, from host"):
+            assert same(result[kind], {name: tensor.to(dtype) for name, tensor in stored.items()})
+            assert {tensor.dtype for tensor in result[kind].values()} == {dtype}
+        cut = parcels.slices({name: tuple(tensor.shape) for name, tensor in stored.items()}, number)
+        assert same(result["cut"], {name: (cut[name].of(t) if name in cut else t).to(dtype) for name, t in stored.items()})
+        listed = [(spec.name, spec.shape, spec.dtype) for spec in result["cast manifest"]]
+        assert listed == [(name, tuple(tensor.shape), dtype) for name, tensor in result["cast"].items()]
+
+
+def travels(backend: str, ranks: int) -> bool:
+    """Whether weights are sent from rank to rank to be whole."""
+    return (shards(backend) or ranks) > 1 if backend.startswith("fsdp2") else "3" in backend and ranks > 1
+
+
+def test_tensors_cut_anyhow_are_put_together_bit_by_bit(seen: list[dict[str, Any]]) -> None:
+    whole = parcels.tensors()
+    for rank in seen:
+        for kind in ("gathered", "assembled"):
+            for (_, dtype), got in rank["gathers"][kind].items():
+                narrower = len(seen) > 1 and dtype is not None
+                expected = {
+                    name: tensor.to(dtype) if narrower and tensor.dtype == torch.float32 else tensor for name, tensor in whole.items()
+                }
+                assert {name: tensor.dtype for name, tensor in got.items() if name in whole} == {n: t.dtype for n, t in expected.items()}
+                assert same({name: tensor for name, tensor in got.items() if name != "number"}, expected)
+                assert list(got) == [*whole, *(["number"] if kind == "assembled" else [])]
+                assert kind == "gathered" or (got["number"].shape, float(got["number"])) == (torch.Size(()), 2.5)
+
+
+def test_each_rank_gets_what_it_wants_of_a_tensor_and_no_more(seen: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(seen):
+        narrows = parcels.wanted(number)
+        for kind, whole in (("narrowed", "gathered"), ("narrowed stretches", "assembled")):
+            for key, got in rank["gathers"][kind].items():
+                all_of_it = rank["gathers"][whole][key]
+                assert list(got) == list(all_of_it)
+                assert {n: t.shape for n, t in got.items()} == {n: shape_in(narrows, n, t.shape) for n, t in all_of_it.items()}
+                assert same(got, {n: narrows[n].of(t) if n in narrows else t for n, t in all_of_it.items()})
+        cut = sum((narrows[name].of(tensor) if name in narrows else tensor).nbytes for name, tensor in parcels.tensors().items())
+        assert rank["gathers"]["arriving"] <= (cut + parcels.SLOTS * len(seen) if len(seen) > 1 else 0)
+
+
+def test_a_reader_that_stops_leaves_no_collective_behind(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        for stop, result in zip(parcels.STOPS, rank["gathers"]["stopped"], strict=False):
+            assert result["names"] == parcels.many(len(seen))[:stop]
+            assert sum(result["ahead"]) == len(result["ahead"]) - bool(stop)  # while one bucket is read, the next one is on its way
+            assert all(result["waited"])
+            assert len(result["waited"]) <= stop + 1
+            assert result["sum"] == sum(range(len(seen)))
+        assert same(rank["gathers"]["afterwards"], parcels.tensors())
 
 
 def test_going_to_the_host_and_back_changes_nothing(seen: list[dict[str, Any]]) -> None:

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rft.experience import Rollouts, Sampling
+from rft.experience import Rollouts
+from rft.sampling import Sampling
 from rft.state import BatchId
 from tests.models import tiny_config, tiny_tokenizer
 from tests.trainers.batches import random_experience

@@ -11,15 +11,26 @@ from rft.experience import Experience
 
 
 def plain_model(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    seeing = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
+    return (AutoModelForImageTextToText if seeing else AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32)
+
+
+def shown(model: Any, batch: Experience, row: int) -> dict[str, Tensor]:
+    """The images of a row, as the model itself takes them; its positions are its own."""
+    images = None if batch.images is None else batch.images[row]
+    if images is None:
+        return {}
+    tokens = batch.tokens[row, None, : int(batch.mask[row].sum())]
+    kinds = (tokens == model.config.image_token_id).int()
+    return {"pixel_values": images.pixels, "image_grid_thw": images.grids, "mm_token_type_ids": kinds}
 
 
 def plain_logprobs(model: Any, batch: Experience, row: int) -> list[Tensor]:
     """log p of every token of a row but the first, each a scalar with gradient."""
     tokens = batch.tokens[row, : int(batch.mask[row].sum())]
-    logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+    logits = model(input_ids=tokens[None], use_cache=False, **shown(model, batch, row)).logits[0]
     table = torch.log_softmax(logits / (float(batch.temperature[row]) or 1.0), dim=-1)
     return [table[t - 1, tokens[t]] for t in range(1, len(tokens))]
 

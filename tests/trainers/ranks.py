@@ -7,7 +7,7 @@ Every scene returns what it saw on this rank; the results of rank r with a backe
 
 import dataclasses as dc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from rft.errors import BadInput, NonFiniteGradient, RftError, RuntimePoisoned
 from rft.experience import Experience, Minibatch
 from rft.models import find_model
+from rft.narrow import Narrows
 from rft.objectives import LossTerms, MicroBatch, Objective, TokenScores, Totals, grpo, supervised
 from rft.ops.metrics import maximum
 from rft.parallel.world import World, open_world
 from rft.spec import FSDP2Trainer
-from tests.trainers import backends
+from tests.trainers import backends, parcels
 from tests.trainers.batches import random_experience, rows_of, some_old
 
 MODELS, RESULTS, BACKENDS = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
@@ -53,8 +54,8 @@ def later(mask: Tensor) -> Tensor:
     return mask & (torch.arange(mask.shape[1]) > 0)
 
 
-def weights(trainer: Any) -> dict[str, Tensor]:
-    return {name: tensor.cpu().clone() for name, tensor in trainer.stream_weights()}
+def weights(trainer: Any, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()) -> dict[str, Tensor]:
+    return {name: tensor.cpu().clone() for name, tensor in trainer.stream_weights(dtype, narrows)}
 
 
 def gradient(
@@ -171,9 +172,14 @@ def streams(world: World) -> Any:
     for model in ("qwen2", "uneven"):
         trainer = build(world, model)
         result[model] = {"manifest": trainer.manifest(), "weights": weights(trainer)}
+        result[model] |= {"cast": weights(trainer, torch.bfloat16), "cast manifest": trainer.manifest(torch.bfloat16)}
         gathering.BUCKET, bucket = 5000, gathering.BUCKET
-        result[model]["small buckets"] = weights(trainer)
+        result[model] |= {"small buckets": weights(trainer), "cast, small buckets": weights(trainer, torch.bfloat16)}
         gathering.BUCKET = bucket
+        shapes = {spec.name: spec.shape for spec in trainer.manifest()}
+        result[model]["cut"] = weights(trainer, torch.bfloat16, [parcels.slices(shapes, rank) for rank in range(world.size)])
+        away(trainer)
+        result[model]["cast, from host"] = weights(trainer, torch.bfloat16)
     return result
 
 
@@ -400,7 +406,7 @@ def refusal(call: Callable[[], Any], kind: type[RftError] = RftError) -> list[st
 SCENES = (
     gradients, many_equal_micro_batches, compute_dtype, first_steps, five_steps, supervised_steps, logprobs, streams, placement,
     checkpoints, from_elsewhere, one_rank_copies_nothing, export, not_finite, bad_batches, failing_objective, metrics,
-    totals_of_the_batch, refused_at_launch,
+    totals_of_the_batch, refused_at_launch, parcels.gathers,
 )  # fmt: skip
 
 

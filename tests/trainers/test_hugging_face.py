@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from rft.engines.protocol import Request
 from rft.engines.transformers import build
 from rft.errors import BadInput
-from rft.experience import Sampling
 from rft.models import find_model
 from rft.parallel.world import open_world
+from rft.sampling import Sampling
 from rft.spec import TransformersEngine
 from rft.trainers import hugging_face
 from tests.models import tiny_model, tiny_tokenizer

@@ -205,3 +205,38 @@ def test_attention_that_is_not_understood_is_not_computed(given: dict[str, Any],
     options: dict[str, Any] = {"attention_mask": None, "segments": segments(rows()[1]), "dropout": 0.0, "position_ids": part, **given}
     with pytest.raises(packed.CannotPack, match=f"Identity is given {word}"):
         packed.attention(nn.Identity(), part, part, part, **options)
+
+
+VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+    "qwen3_vl": {
+        "depth": 2,
+        "hidden_size": 32,
+        "out_hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "deepstack_visual_indexes": [0],
+    },
+}
+PATCHES = {"patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
+MARKS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 88, "vision_end_token_id": 89}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+
+
+def seeing_network(name: str) -> Any:
+    """One that takes images, all of its weights random."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text, marks = {**SIZES, "rope_parameters": ROPE}, {**MARKS, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(name, text_config=text, vision_config={**VISION[name], **PATCHES}, **marks)
+    torch.manual_seed(0)
+    model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.2)
+    return model.eval()
+
+
+def test_a_model_that_takes_images_is_tried_with_one() -> None:
+    assert scorer(seeing_network("qwen2_vl")).layout == "packed"
+    with pytest.raises(BadInput, match="Qwen3VLForConditionalGeneration does more with images than to put their features in the places of"):
+        scorer(seeing_network("qwen3_vl"))

@@ -1,8 +1,9 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 R = TypeVar("R")
@@ -11,6 +12,7 @@ class SamplingParams:
     temperature: float
     skip_clone: bool
     flat_logprobs: bool
+    output_kind: RequestOutputKind
     def __init__(
         self,
         *,
@@ -31,6 +33,7 @@ class SamplingParams:
 
 class LLM:
     llm_engine: LLMEngine
+    request_counter: Iterator[int]
     def __init__(
         self,
         model: str,
@@ -62,6 +65,7 @@ class LLM:
         use_tqdm: bool = ...,
         lora_request: LoRARequest | None = ...,
     ) -> list[RequestOutput]: ...
+    def wait_for_completion(self, *, use_tqdm: bool = ...) -> list[RequestOutput]: ...
     def collective_rpc(self, method: Callable[[Any], R]) -> list[R]: ...
     def sleep(self, level: int = ...) -> None: ...
     def wake_up(self, tags: list[str] | None = ...) -> bool | None: ...

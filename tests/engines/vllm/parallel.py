@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from rft.engines.protocol import Request
 from rft.engines.vllm import build
-from rft.experience import Sampling
 from rft.models import find_model
+from rft.narrow import narrowed
 from rft.parallel.world import open_world
-from rft.spec import VLLMEngine
-from tests.engines.contract import GREEDY, PROMPTS, requests, wake_with, weights
+from rft.sampling import Sampling
+from rft.spec import FSDP2Trainer, VLLMEngine
+from rft.testing.engines import GREEDY, PROMPTS, check_ranks, requests, wake_with, weights
 
 
 def run(folder: str, tensor_parallel: int) -> dict[str, Any]:
@@ -30,13 +31,23 @@ def run(folder: str, tensor_parallel: int) -> dict[str, Any]:
     wake_with(engine, module)
     sampled = engine.generate([Request(tokens=PROMPTS[0], seed=s) for s in range(4)], Sampling(max_new_tokens=8))
     sums = engine.load(iter(weights(module).items()))
+    cut = {name: tensor.clone() for name, tensor in narrowed(iter(weights(module).items()), engine.narrows)}
+    assert engine.load(iter(cut.items())) == sums
     _ = engine.load(iter({**weights(module), "model.norm.weight": torch.zeros_like(module.model.norm.weight)}.items()))
+    differ = [name for name, value in engine.checksums().items() if value != sums[name]]
+    trainer = FSDP2Trainer(dtype="float32").build(find_model(folder), world)
+    sent = [dict(engine.narrows) for _ in range(world.size)]
+    dist.all_gather_object(sent, dict(engine.narrows), group=world.host)
+    assert engine.load(trainer.stream_weights(engine.casts_to, sent)) == engine.checksums() == sums
+    trainer.close()
     result = {
+        "told": check_ranks(engine, module, find_model(folder).tokenizer, world),
         "path": engine.sync_path,
         "greedy": [c.tokens for c in first],
         "sampled": [c.tokens for c in sampled],
         "weights": engine.memory().weights,
-        "differ": [name for name, value in engine.checksums().items() if value != sums[name]],
+        "comes": sum(tensor.numel() for tensor in cut.values()) / sum(tensor.numel() for tensor in weights(module).values()),
+        "differ": differ,
     }
     engine.close()
     assert dist.is_initialized(), "the world is the trainer's too"

@@ -11,11 +11,11 @@ from rft.engines.protocol import Request
 from rft.engines.vllm import VLLM, build
 from rft.engines.vllm_memory import HostMemory
 from rft.errors import BadInput, EngineFailed
-from rft.experience import Sampling
 from rft.models import find_model
 from rft.parallel.world import World, open_world
+from rft.sampling import Sampling
 from rft.spec import VLLMEngine
-from tests.engines.contract import (
+from rft.testing.engines import (
     GREEDY,
     MAX_MODEL_LEN,
     PROMPTS,
@@ -25,11 +25,12 @@ from tests.engines.contract import (
     module,
     other,
     requests,
+    tokenizer,
     wake_with,
     weights,
 )
 
-__all__ = ["folder", "module", "other"]
+__all__ = ["folder", "module", "other", "tokenizer"]
 
 
 @pytest.fixture(scope="module")

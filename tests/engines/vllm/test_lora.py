@@ -12,7 +12,7 @@ from rft.errors import BadInput
 from rft.models import find_model
 from rft.parallel.world import World, open_world
 from rft.spec import LoRA, VLLMEngine
-from tests.engines.contract import GREEDY, MAX_MODEL_LEN, folder, greedy, module, other, requests
+from rft.testing.engines import GREEDY, MAX_MODEL_LEN, folder, greedy, module, other, requests
 from tests.engines.lora_contract import *  # noqa: F403
 from tests.engines.lora_contract import LONG, LORA, merged, parts, wake
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rft.spec import VLLMEngine
-from tests.engines.contract import MAX_MODEL_LEN, folder
+from rft.testing.engines import MAX_MODEL_LEN, folder
 from tests.engines.lora_contract import LORA, same_job
 from tests.engines.lora_cycle import cycle
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.engines.contract import PROMPTS, greedy
+from rft.testing.engines import PROMPTS, greedy
 from tests.launching import torchrun
 from tests.models import tiny_model
 
@@ -42,9 +42,17 @@ def test_greedy_tokens_are_those_of_one_rank(case: str, folders: dict[str, Path]
         assert [tuple(tokens) for tokens in found["greedy"]] == [greedy(module, prompt, 10) for prompt in PROMPTS]
         assert found["path"] == "plan"
         assert found["differ"] == ["model.norm.weight"]
+        assert found["comes"] == 1 if tensor_parallel == 1 else found["comes"] < 0.52  # of all numbers; halves, and norms
         assert found["weights"] < 1.2 / tensor_parallel * sum(p.nbytes for p in module.parameters())
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_ranks_sample_the_same(case: str, ranks: list[dict[str, dict[str, Any]]]) -> None:
     assert ranks[0][case]["sampled"] == ranks[1][case]["sampled"]
+
+
+def test_prompts_are_answered_the_same_however_the_ranks_are_grouped(ranks: list[dict[str, dict[str, Any]]]) -> None:
+    """And every rank held to the contract on ranks, by `check_ranks`."""
+    together, apart = ([rank[case]["told"] for rank in ranks] for case in ("tied, TP 2", "tied, DP 2"))
+    assert together == apart
+    assert [len(told) for told in together] == [6, 6]

@@ -11,11 +11,11 @@ import pytest
 from rft.engines import vllm
 from rft.engines.protocol import WHOLE
 from rft.errors import SyncFailed
-from rft.experience import Sampling
 from rft.models import find_model
 from rft.parallel.world import open_world
+from rft.sampling import Sampling
 from rft.spec import VLLMEngine
-from tests.engines.contract import GREEDY, PROMPTS, expected_logprobs, folder, greedy, is_close, module, other, requests, wake_with, weights
+from rft.testing.engines import GREEDY, PROMPTS, expected_logprobs, folder, greedy, is_close, module, other, requests, wake_with, weights
 
 __all__ = ["folder", "module", "other"]
 

@@ -1,0 +1,214 @@
+"""Inside each TP rank of SGLang: it is connected with the rank of the job that has the same place in the TP group, and answers it.
+
+SGLang's own interface says when: `take_weights` is called by it as new weights are due, and a message is answered when it is asked to.
+What is done then lies here, next to the weights: the plan of loading, the loading, the checksums of what lies there.
+"""
+
+import inspect
+import json
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from multiprocessing import connection
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rft.engines import sglang_sampler
+from rft.engines.delivery import Names
+from rft.engines.pages import give_back_pages
+from rft.engines.plan import NoPlan, Plan, record
+from rft.engines.protocol import WHOLE
+from rft.engines.sglang_bucket import Entry, accept, unpacked
+from rft.narrow import UNCUT
+from rft.ops.checksum import checksum
+from rft.ops.transfer import standing
+
+ADDRESSES = "RFT_SGLANG_ADDRESSES"
+"""In the environment: where each TP rank finds its rank of the job."""
+METHOD, LOADER = "answer_rank", "rft.engines.sglang_worker.take_weights"
+"""What SGLang is asked to call."""
+PATIENCE_S = 600.0
+"""For the next message of a rank, while it sends weights."""
+NAP_MS = 10
+"""For which an idle scheduler waits, unless a message comes; in SGLang it is a second, and what waits for it to be idle waits so long."""
+PLAIN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType"})
+"""SGLang's classes that compute with weights as they were loaded."""
+log = logging.getLogger("rft")
+
+
+def run(*arguments: Any, **named: Any) -> None:
+    """One TP rank of SGLang, connected with its rank of the job."""
+    from sglang.srt.managers import scheduler
+
+    bound = inspect.signature(scheduler.run_scheduler_process).bind(*arguments, **named)
+    sglang_sampler.register()
+    sglang_sampler.carry_seeds()
+    _nap_shortly()
+    _Seat.taken = _Seat(_connected(json.loads(os.environ[ADDRESSES])[bound.arguments["tp_rank"]]))
+
+    def answer_rank(self: Any) -> None:
+        _Seat.taken.answer(self.tp_worker.model_runner)
+
+    setattr(scheduler.Scheduler, METHOD, answer_rank)
+    scheduler.run_scheduler_process(*arguments, **named)
+
+
+def _nap_shortly() -> None:
+    from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
+
+    def nap(sleeper: Any) -> None:
+        sleeper.poller.poll(NAP_MS)
+
+    setattr(IdleSleeper, "maybe_sleep", nap)  # noqa: B010 (SGLang's)
+
+
+def take_weights(model: object, tensors: object) -> None:
+    """Takes a whole set of weights from the rank; SGLang calls it in place of its own loading, with no tensors."""
+    del model, tensors
+    _Seat.taken.take()
+
+
+def _connected(address: str) -> "connection.Connection[Any, Any]":
+    door = socket.socket(socket.AF_UNIX)
+    door.connect(address)
+    link = connection.Connection(door.detach())
+    link.send(os.getppid())  # which engine this is a part of
+    return link
+
+
+class _Seat:
+    """The place of one TP rank, and what it knows of its model."""
+
+    taken: "_Seat"
+
+    def __init__(self, link: "connection.Connection[Any, Any]") -> None:
+        self._link = link
+        self._sync: _ByPlan | _ByLoading | None = None
+
+    def answer(self, runner: Any) -> None:
+        """Answers one message."""
+        try:
+            verb, *arguments = self._next()
+            told = getattr(self, f"_{verb}")(runner, *arguments)
+        except Exception as error:
+            self._link.send(("failed", f"{type(error).__name__}: {error}"))
+            raise
+        self._link.send(("ok", told))
+
+    def take(self) -> None:
+        """Takes weights, part by part, until they end. It never raises: SGLang would end, and the rank is told."""
+        try:
+            self._take()
+        except Exception as error:  # the border of a process: the rank is told, and raises it
+            log.exception("weights were not taken")
+            self._link.send(("failed", f"{type(error).__name__}: {error}"))
+            while self._next() != ("stop",):
+                continue
+            self._link.send(("stopped", None))
+
+    def _take(self) -> None:
+        dtype = getattr(torch, self._next()[1])
+        assert self._sync is not None, "a plan comes first"
+        memory, arrived, received = accept(self._link), dict[str, int](), dict[str, int]()
+        self._link.send(("ok", None))
+        while (message := self._next())[0] == "part":
+            entries: list[Entry] = message[1]
+            tensors = unpacked(memory, entries, dtype)
+            arrived |= dict(zip([name for name, _ in tensors], standing([tensor for _, tensor in tensors]).tolist(), strict=True))
+            received |= self._sync.install(tensors)
+            if memory.is_cuda:
+                torch.cuda.current_stream().synchronize()
+            del tensors
+            self._link.send(("ok", None))
+        del memory
+        self._link.send(("ok", (arrived, received)) if message == ("end",) else ("stopped", None))
+
+    def _next(self) -> Any:
+        if not self._link.poll(PATIENCE_S):
+            raise TimeoutError("the rank has sent nothing for too long")
+        return self._link.recv()
+
+    # ---- messages ----
+
+    def _plan(self, runner: Any, shapes: Mapping[Names, torch.Size], dtype: str) -> dict[str, Any]:
+        """Learns how this model is loaded; tells how, and what it takes on the device."""
+        model: torch.nn.Module = runner.model
+        path, why = "plan", ""
+        try:
+            self._sync = _ByPlan(_planned(model, shapes, getattr(torch, dtype)), shapes)
+        except NoPlan as reason:
+            self._sync, path, why = _ByLoading(model), "load", str(reason)
+        weights, cache = (sum(tensor.nbytes for tensor in part) for part in (model.parameters(), _cache(runner)))
+        return {"path": path, "why": why, "narrows": dict(self._sync.narrows), "weights": weights, "cache": cache}
+
+    def _checksums(self, runner: Any) -> dict[str, int]:
+        """Of what lies in this rank's memory."""
+        del runner
+        assert self._sync is not None, "a plan comes first"
+        return self._sync.checksums()
+
+    def _give_back(self, runner: Any, what: Literal["weights", "cache"]) -> None:
+        """On a CPU: lets memory go. Parameters only, since nobody sends buffers again."""
+        give_back_pages([parameter.data for parameter in runner.model.parameters()] if what == "weights" else _cache(runner))
+
+
+def _cache(runner: Any) -> list[Tensor]:
+    pool = runner.token_to_kv_pool
+    return [*pool.k_buffer, *pool.v_buffer]
+
+
+class _ByPlan:
+    """Writes every tensor straight to where it belongs."""
+
+    def __init__(self, plan: Plan, shapes: Mapping[Names, torch.Size]) -> None:
+        self._plan, self.narrows = plan, plan.narrows
+        self._tensors = {name: names for names in shapes for name in names}
+        self._names = {names: names[0] for names in shapes}
+
+    @torch.inference_mode()
+    def install(self, tensors: list[tuple[str, Tensor]]) -> dict[str, int]:
+        """Returns the checksums of what came, as far as this rank holds it."""
+        self._names |= {self._tensors[name]: name for name, _ in tensors}
+        return self._plan.install(iter(tensors))
+
+    @torch.inference_mode()
+    def checksums(self) -> dict[str, int]:
+        """Read from the places that the plan wrote to, by the names that came last."""
+        return self._plan.checksums(tuple(self._names.values()))
+
+
+class _ByLoading:
+    """Goes through SGLang's own loading, for layouts that are no copies. One checksum is over all of the memory then."""
+
+    narrows = UNCUT
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def install(self, tensors: list[tuple[str, Tensor]]) -> dict[str, int]:
+        """Gives no checksums of its own: what the layout makes of a tensor is not known by its name."""
+        load: Any = self._model.load_weights
+        load(iter(tensors))
+        return {}
+
+    def checksums(self) -> dict[str, int]:
+        """The sum over all parameters, modulo 2^63."""
+        return {WHOLE: int(torch.stack([checksum(parameter) for parameter in self._model.parameters()]).sum())}
+
+
+def _planned(model: torch.nn.Module, shapes: Mapping[Names, torch.Size], dtype: torch.dtype) -> Plan:
+    for name, module in model.named_modules():
+        method = type(getattr(module, "quant_method", None)).__name__
+        if method not in PLAIN_METHODS:
+            raise NoPlan(f"{name} holds its weights in the layout of {method}")
+        if getattr(module, "use_intel_amx_backend", False):
+            raise NoPlan(f"{name} packs its weights for the CPU")
+    try:
+        load: Any = model.load_weights
+        return record(load, shapes, dict(model.named_parameters()), dtype)
+    except (AssertionError, AttributeError, KeyError, RuntimeError, ValueError) as error:
+        # Whatever the engine's own loading raises when it is called once more: it differs by engine version and by model.
+        raise NoPlan(f"its loading cannot be called again: {type(error).__name__}: {error}") from error

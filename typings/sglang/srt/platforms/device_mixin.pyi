@@ -1,0 +1,4 @@
+import enum
+
+class PlatformEnum(enum.Enum):
+    OOT = ...

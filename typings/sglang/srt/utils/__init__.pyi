@@ -1,0 +1,3 @@
+class MultiprocessingSerializer:
+    @staticmethod
+    def serialize(obj: object) -> bytes: ...
