@@ -8,11 +8,12 @@ import dataclasses as dc
 import json
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import rft
 from rft.effects.runtime import runtime_of
@@ -97,6 +98,39 @@ def an_engine_that_fails(world: World) -> Seen:
         seen["legal"] = list(rft.legal(begun))
         scripted_devices(begun).faults.arm(None)
         state = rft.refresh(rft.recover(begun))
+        return seen | {"rows after": len(rft.generate(state, own_prompts(world), SAMPLING))}
+
+
+def a_verb_that_fails_before_what_is_collective(world: World) -> Seen:
+    """The Actor's log-probs and its stream have collectives, as those of a real one; verbs of the engine fail on rank 1."""
+    seen: Seen = {}
+    with scripted_launch(world=world) as begun:
+        devices = scripted_devices(begun)
+        engine: Any = devices.engine
+        scores, streams, loads = devices.trainer.logprobs, devices.trainer.stream_weights, engine.load
+
+        def stream(*asked: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in streams(*asked):
+                dist.barrier(world.host)
+                yield name, tensor
+
+        def at_once(tensors: Any) -> Any:
+            return loads(tensors) if world.rank == 0 else {}["a verb that reads nothing"]
+
+        devices.trainer.logprobs = lambda *asked: (dist.barrier(world.host), scores(*asked))[1]
+        devices.trainer.stream_weights = stream
+        state: Any = rft.refresh(begun)
+        failing = ("wake_weights", "wake_cache", "score", "flush", "load")
+        for verb, step in [*((verb, rft.wake) for verb in failing[:3]), *((verb, rft.broadcast) for verb in failing[2:])]:
+            state = rft.broadcast(rft.sleep(state)) if step is rft.wake else state
+            devices.faults.arm(verb if world.rank and verb != "load" else None)
+            engine.load = at_once if verb == "load" else loads
+            with seen_by(seen):
+                _ = step(state)
+            seen[f"{verb}, {step.__name__}"] = [seen.pop("error"), seen.pop("cause"), seen.pop("message")]
+            devices.faults.arm(None)
+            engine.load = loads
+            state = rft.refresh(rft.recover(state))
         return seen | {"rows after": len(rft.generate(state, own_prompts(world), SAMPLING))}
 
 
@@ -233,6 +267,7 @@ def main() -> None:
         with_different_roles,
         at_different_generations,
         an_engine_that_fails,
+        a_verb_that_fails_before_what_is_collective,
         manifests_that_differ,
         memory_on_one_rank,
         another_batch_on_one_rank,
@@ -247,7 +282,7 @@ def main() -> None:
         scenes[scene.__name__.replace("_", " ")] = lambda scene=scene: scene(alone)
     results = {name: scene() for name, scene in scenes.items()}
     (Path(sys.argv[1]) / f"{alone.rank}.json").write_text(json.dumps(results))
-    torch.distributed.destroy_process_group()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ STEPS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 EFFECTS: dict[str, tuple[types.ModuleType, str, str]] = {
-    "a broadcast that does not drop the prefix cache": (sync, "        runtime.engine.flush()\n", ""),
+    "a broadcast that does not drop the prefix cache": (sync, "            runtime.engine.flush()\n", ""),
     "a broadcast whose failure poisons nothing": (sync, "with runtime.engine_effect():", "if True:"),
     "a broadcast that touches before it may": (
         sync, "    _require_room(state, runtime)\n", "    runtime.engine.wake_weights()\n    _require_room(state, runtime)\n"
