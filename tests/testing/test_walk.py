@@ -19,7 +19,7 @@ from rft.testing import LIBRARY, Call, scripted_launch, walk
 
 # Ten walks of twenty runs get further than one of two hundred, of which many are much alike. A failure is not made smaller here: that
 # may take minutes; run the walk by itself for it, with `Phase.shrink`.
-WALKS = 10
+WALKS = 30
 QUICK = settings(
     derandomize=False,  # hypothesis turns it on by itself under CI=true, and every walk would be the same one
     max_examples=20,
@@ -215,7 +215,7 @@ def slow_if_rare(bugs: Iterable[str]) -> list[Any]:
 
 
 def walks_for(bug: str) -> int:
-    return WALKS * 20 if bug in RARE else WALKS
+    return WALKS * 7 if bug in RARE else WALKS
 
 
 @pytest.mark.parametrize("bug", slow_if_rare(STEPS))
