@@ -17,7 +17,7 @@ from rft.effects import beside, checkpoint, placement, rollout, scoring, sync, t
 from rft.ledger import TABLE
 from rft.testing import LIBRARY, Call, scripted_launch, walk
 
-# Ten walks of twenty runs get further than one of two hundred, of which many are much alike. A failure is not made smaller here: that
+# Many walks of twenty runs get further than one of as many runs, which are much alike. A failure is not made smaller here: that
 # may take minutes; run the walk by itself for it, with `Phase.shrink`.
 WALKS = 30
 QUICK = settings(
