@@ -112,9 +112,12 @@ def _as_promised(sent: Sending, narrows: Narrows) -> Iterator[tuple[str, Tensor]
 
 
 def _compare(received: Mapping[str, int], held: Mapping[str, int]) -> None:
-    wrong = sorted(name for name in received.keys() | held.keys() if received.get(name) != held.get(name))
+    if not received:
+        raise SyncFailed("broadcast(state): the engine gave no checksums of what it received, so that nothing can be compared")
+    names = received.keys() | held.keys()
+    wrong = sorted(name for name in names if received.get(name) != held.get(name))
     if wrong:
         raise SyncFailed(
-            f"broadcast(state): the engine does not hold what it was sent: checksums differ for {len(wrong)} of {len(received)} tensors, "
+            f"broadcast(state): the engine does not hold what it was sent: checksums differ for {len(wrong)} of {len(names)} tensors, "
             f"{', '.join(wrong[:3])}"
         )

@@ -128,7 +128,7 @@ class SeeingContract:
 
     def test_a_first_token_drawn_otherwise_keeps_the_images(self, engine: Engine, module: Any) -> None:
         sampling = Sampling(temperature=0, max_new_tokens=4, first=Draw(temperature=3.0))
-        for request, completion in zip(requests(), first_token.generate(engine, requests(), sampling), strict=True):
+        for request, completion in zip(requests(), first_token.generate(engine, requests(), sampling, None), strict=True):
             start, rest = completion.tokens[:1], completion.tokens[1:]
             after = dc.replace(request, tokens=request.tokens + start)
             assert rest == (greedy(module, after, 3) if start != (END,) else ())

@@ -223,6 +223,16 @@ def the_same_prompt_on_two_ranks(world: World) -> Seen:
         return seen | {"rows after": len(both)}
 
 
+def ranks_that_sample_in_two_ways(world: World) -> Seen:
+    seen: Seen = {}
+    with scripted_launch(world=world) as begun:
+        ready = rft.refresh(begun)
+        with untouched(ready, seen):
+            _ = rft.generate(ready, own_prompts(world), dc.replace(SAMPLING, temperature=1.0 - 0.5 * world.rank))
+        fewer = rft.generate(ready, own_prompts(world), dc.replace(SAMPLING, samples=1 + world.rank))
+        return seen | {"rows after": len(fewer)}
+
+
 def own_share(world: World) -> Seen:
     """A TP group generates together: what a rank gets, and what it would get alone."""
     count = 3 - 2 * world.rank
@@ -274,6 +284,7 @@ def main() -> None:
         a_long_prompt_on_one_rank,
         sampling_of_a_wrong_type_on_one_rank,
         the_same_prompt_on_two_ranks,
+        ranks_that_sample_in_two_ways,
         other_columns_on_one_rank,
         a_column_of_words_on_one_rank,
         old_rollouts_on_one_rank,

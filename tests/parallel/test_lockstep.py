@@ -147,6 +147,15 @@ def test_a_prompt_that_two_ranks_have_is_refused_on_both_by_name(results: Result
         assert seen["rows after"] == 4, "in another draw they may: the responses differ"
 
 
+def test_ranks_that_sample_in_two_ways_are_refused(results: Results) -> None:
+    """Their engines share the prompts. How many samples each has is its own matter."""
+    for rank, seen in enumerate(scene(results, "ranks that sample in two ways")):
+        assert seen["error"] == "BadInput"
+        assert "Sampling.temperature is 1.0 on rank 0 and 0.5 on rank 1" in seen["message"]
+        assert seen["untouched"]
+        assert seen["rows after"] == 2 * (1 + rank)
+
+
 # ---- what they do together ----
 
 
