@@ -36,7 +36,8 @@ def _wrong(completion: object, sampling: Sampling, vocab: int | None) -> str | N
     if min(tokens) < 0 or (vocab is not None and max(tokens) >= vocab):
         return f"has tokens from {min(tokens)} to {max(tokens)}, outside of the vocabulary of {vocab}"
     if not all(map(math.isfinite, logprobs)) or max(logprobs) > ROUNDING:
-        return f"has log-probs that are none: {[number for number in logprobs if not number <= ROUNDING or math.isinf(number)][:4]}"
+        wrong = [number for number in logprobs if not number <= ROUNDING or math.isinf(number)][:4]
+        return f"has log-probs that are none: {wrong}; look at the Actor's weights: they may not be finite"
     if completion.finish not in ("stop", "length"):
         return f"ended for the reason {completion.finish!r}; 'stop' and 'length' are known"
     return None
