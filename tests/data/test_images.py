@@ -12,7 +12,7 @@ from rft.data.prompts import Cursor, Share, all_prompts, next_prompts, tokenise
 from rft.data.questions import Question
 from rft.errors import BadInput
 from rft.models import ModelFolder, find_model
-from tests.models import tiny_vision_model
+from rft.testing.models import tiny_vision_model
 
 
 @pytest.fixture(scope="module")

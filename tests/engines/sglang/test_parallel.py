@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from rft.testing.models import tiny_model
 from tests.launching import torchrun
-from tests.models import tiny_model
 
 SCRIPT = Path(__file__).with_name("parallel.py")
 Found = dict[str, Any]
