@@ -136,12 +136,6 @@ def test_one_token_that_is_left_has_the_probability_one(engine: SGLang, module: 
     assert {logprob for c in drawn for logprob in c.logprobs} == {0.0}
 
 
-def test_a_temperature_that_sglang_takes_for_0_is_refused(engine: SGLang, module: Any) -> None:
-    wake_with(engine, module)
-    with pytest.raises(BadInput, match="temperature=0"):
-        _ = engine.generate(requests(*PROMPTS), Sampling(temperature=1e-7))
-
-
 @pytest.mark.parametrize(
     ("changes", "tensor_parallel", "says"),
     [
