@@ -87,12 +87,12 @@ class SGLang:
         `keep` raises `EngineFailed`.
         """
         try:
-            if self._group.settle():
+            if well := self._group.settle():
                 self._release(weights)
-            else:
-                self._is_down(weights)
         except EngineFailed:
+            well = False
             self._group.end()
+        if not well:
             self._is_down(weights)
 
     def wake_weights(self) -> None:

@@ -78,7 +78,8 @@ class Host:
                 engine.loop.call_soon_threadsafe(lambda engine=engine: engine.tokenizer_manager.abort_request(abort_all=True))
             else:
                 self._calls.put(message)
-        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+        for folder in (os.environ["TMPDIR"], *(Path(address).parent for address in self._settings["addresses"])):
+            shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
 
