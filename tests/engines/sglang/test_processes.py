@@ -98,27 +98,29 @@ def test_a_start_that_takes_too_long_says_which_option_it_is(folder: Path, world
         _ = build(dataclasses.replace(SPEC, start_timeout_s=0.5), find_model(str(folder)), world)
 
 
-def owner(folder: Path) -> "subprocess.Popen[str]":
+def owner(folder: Path, temporary: Path) -> "subprocess.Popen[str]":
     """A rank of its own, without what this one's world has left in the environment."""
     environment = {name: value for name, value in os.environ.items() if not sglang_process.TORCHRUN.fullmatch(name)}
+    environment["TMPDIR"] = str(temporary)
     command = [sys.executable, "-m", "tests.engines.sglang.owner", str(folder)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 @pytest.mark.slow
-def test_nothing_outlives_the_rank(folder: Path) -> None:
-    with owner(folder) as rank:
+def test_nothing_outlives_the_rank(folder: Path, tmp_path: Path) -> None:
+    with owner(folder, tmp_path) as rank:
         assert rank.stdout is not None
         started = family(int(rank.stdout.readline()))
         assert len(started) >= 2
         rank.kill()
         _ = rank.wait(20)
     assert all_gone(started)
+    assert not list(tmp_path.glob("rft-*"))
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_rank_that_is_killed_while_it_starts(folder: Path) -> None:
-    with owner(folder) as rank:
+def test_nothing_outlives_a_rank_that_is_killed_while_it_starts(folder: Path, tmp_path: Path) -> None:
+    with owner(folder, tmp_path) as rank:
         started: list[psutil.Process] = []
         while len(started) < 2:
             time.sleep(0.2)
@@ -127,3 +129,4 @@ def test_nothing_outlives_a_rank_that_is_killed_while_it_starts(folder: Path) ->
         rank.kill()
         _ = rank.wait(20)
     assert all_gone(started)
+    assert not list(tmp_path.glob("rft-*"))
