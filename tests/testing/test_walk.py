@@ -19,7 +19,7 @@ from rft.testing import LIBRARY, Call, scripted_launch, walk
 
 # Many walks of twenty runs get further than one of as many runs, which are much alike. A failure is not made smaller here: that
 # may take minutes; run the walk by itself for it, with `Phase.shrink`.
-WALKS = 30
+COUNTED, WALKS = 10, 30
 QUICK = settings(
     derandomize=False,  # hypothesis turns it on by itself under CI=true, and every walk would be the same one
     max_examples=20,
@@ -46,7 +46,7 @@ def _table_is_left_as_it_was() -> Iterator[None]:
 def tally() -> Counter[tuple[str, str]]:
     """What two hundred runs of fifty moves did."""
     counted = Counter[tuple[str, str]]()
-    for number in range(WALKS):
+    for number in range(COUNTED):
         run_state_machine_as_test(seed(number)(walk(tally=counted)), settings=QUICK)
     return counted
 
