@@ -30,7 +30,7 @@ from rft.testing.engines import (
     weights,
 )
 from tests.engines.sglang.processes import all_gone, family, shared_files
-from tests.models import tiny_vision_model
+from rft.testing.models import tiny_vision_model
 
 __all__ = ["folder", "module", "other", "tokenizer"]
 SPEC = SGLangEngine(dtype="float32", max_model_len=MAX_MODEL_LEN, max_rows=64, cache_bytes=1 << 26, bucket_bytes=1 << 14)
