@@ -17,7 +17,7 @@ from rft.testing import LIBRARY, Call, scripted_launch, walk
 from tests.launching import ROOT
 
 # As in tests/testing/test_walk.py: many walks of few runs get further than one of many.
-WALKS = 10
+WALKS = 6
 WALK = settings(
     max_examples=20,
     stateful_step_count=40,
@@ -66,6 +66,9 @@ def test_a_step_that_forgets_half_of_its_effect_is_found(own: Any) -> None:
         roles = state.roles.moved(rft.ACTOR_OPTIMIZER, "host")
         return rft.then(state, state.engine, state.weights, rft.Offloaded(), state.old, roles=roles)
 
-    with pytest.raises(AssertionError):
+    def walks() -> None:
         for number in range(3 * WALKS):
             run_state_machine_as_test(seed(number)(walk(*LIBRARY, Call(make_room, refusals=own.optimizer_is_away))), settings=WALK)
+
+    with pytest.raises(AssertionError):
+        walks()

@@ -29,8 +29,8 @@ from rft.testing.engines import (
     wake_with,
     weights,
 )
-from tests.engines.sglang.processes import all_gone, family, shared_files
 from rft.testing.models import tiny_vision_model
+from tests.engines.sglang.processes import all_gone, family, shared_files
 
 __all__ = ["folder", "module", "other", "tokenizer"]
 SPEC = SGLangEngine(dtype="float32", max_model_len=MAX_MODEL_LEN, max_rows=64, cache_bytes=1 << 26, bucket_bytes=1 << 14)
