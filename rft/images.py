@@ -6,6 +6,7 @@ them, in one run for each image. A model may sample the placeholder's id, too; t
 
 import dataclasses as dc
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,6 +89,13 @@ def misfit(tokens: list[int], images: Images, placeholder: Placeholder) -> str |
     if tuple(runs[: len(counts)]) != counts:
         return f"its images need runs of {', '.join(map(str, counts))} placeholders (token {placeholder.token}), and it has {runs}"
     return None
+
+
+def unmatched(prompt: Sequence[int], placeholder: Placeholder) -> str | None:
+    """What is wrong with the tokens of a prompt that has no images; None: nothing."""
+    if placeholder.token not in prompt:
+        return None
+    return f"it has placeholders of images (token {placeholder.token}), and no images; keep the column `images` of what it was made from"
 
 
 def runs_of(tokens: list[int], token: int) -> list[tuple[int, int]]:

@@ -7,6 +7,8 @@ from typing import ClassVar, Literal
 from rft.errors import BadInput
 from rft.shapes import check_fields
 
+COLDEST = 1e-4
+"""Lowest temperature but 0. Below, engines take it for 0 or run out of numbers, each at another one."""
 Finish = Literal["stop", "length"]
 """Why a response ended: `stop`, by an end token or a stop string, whose tokens are part of it; `length`, it was cut off."""
 
@@ -33,6 +35,8 @@ class Draw:
 
     def __post_init__(self) -> None:
         check_fields(self, but=("stop", "stop_tokens"))
+        if 0 < self.temperature < COLDEST:
+            raise BadInput(f"temperature must be 0, which is greedy, or at least {COLDEST:g}, got {self.temperature}; engines differ below")
         if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= self.min_p <= 1:
             raise BadInput(
                 "temperature must be a number of at least 0, top_p in (0, 1], top_k at least 0, min_p in [0, 1]; "
@@ -68,7 +72,16 @@ class Sampling(Draw):
         super().__post_init__()
         if self.samples < 1 or self.max_new_tokens < 1:
             raise BadInput(f"samples and max_new_tokens must be at least 1, got {self.samples} and {self.max_new_tokens}")
-        if type(self.stop) is not tuple or not all(type(text) is str and text for text in self.stop):
+        if isinstance(self.samples, bool) or isinstance(self.max_new_tokens, bool):
+            raise BadInput(f"samples and max_new_tokens must be numbers, got {self.samples} and {self.max_new_tokens}")
+        if isinstance(self.first, Sampling):
+            raise BadInput("first is about one token: write first=Draw(temperature=…), not a Sampling")
+        if type(self.stop) is not tuple or not all(type(text) is str and text and _is_text(text) for text in self.stop):
             raise BadInput(f"stop must be a tuple of texts that are not empty, got {self.stop!r}; write stop=('…',)")
         if type(self.stop_tokens) is not tuple or not all(type(token) is int and token >= 0 for token in self.stop_tokens):
             raise BadInput(f"stop_tokens must be a tuple of token ids, got {self.stop_tokens!r}; write stop_tokens=(id,)")
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be in what a model says: half of a surrogate pair cannot."""
+    return text.encode(errors="ignore").decode() == text

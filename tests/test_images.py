@@ -5,7 +5,7 @@ import torch
 
 from rft.errors import ShapeError
 from rft.images import Images, Placeholder, misfit, placeholder_of, places, runs_of
-from tests.models import tiny_config, tiny_vision_config
+from rft.testing.models import tiny_config, tiny_vision_config
 
 HOLD = Placeholder(token=9, patches=4, numbers=6)
 

@@ -6,8 +6,7 @@ import torch
 from rft.errors import BadInput
 from rft.images import Images
 from rft.seeing import Eyes, embedded, eyes
-from tests.models import tiny_config, tiny_vision_config
-from tests.trainers.batches import some_images
+from rft.testing.models import some_images, tiny_config, tiny_vision_config
 
 
 @pytest.fixture(scope="module")

@@ -36,8 +36,8 @@ from rft.ledger import Edge, Joint, joint_of
 from rft.state import AXES, Awake, Fresh, NoOld, OldLogProbs, OnDevice
 from rft.steps import restore, save, table
 from rft.testing import SAMPLING, Faults, scripted_devices, scripted_launch, scripted_minibatch, scripted_prompts
+from rft.testing.models import tiny_model
 from rft.trainers.scripted import ScriptedTrainer
-from tests.models import tiny_model
 from tests.refusals import State, failing, refused, sampled, trained, with_old
 
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,7 @@ from rft.data.images import ImageReader
 from rft.data.questions import Last, Question, check_last, check_questions, shuffled
 from rft.errors import BadInput
 from rft.experience import Prompts
-from rft.images import Images
+from rft.images import Images, unmatched
 from rft.shapes import check_fields
 
 
@@ -117,13 +117,17 @@ def all_prompts(data: Dataset, share: Share) -> Prompts:
 
 
 def _prompt(tokenizer: Any, opening: list[dict[str, Any]], question: Question, images: ImageReader | None) -> tuple[int, ...]:
+    if question.images and images is None:
+        raise BadInput(f"question {question.id} has images, and the model takes none, or tokenise was not given its `images`")
     # Rendered first and tokenised after: what `apply_chat_template` returns when it tokenises has changed between releases.
     text = tokenizer.apply_chat_template([*opening, _message(question)], tokenize=False, add_generation_prompt=True)
     tokens = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if not question.images:
-        return tokens
     if images is None:
-        raise BadInput(f"question {question.id} has images, and the model takes none, or tokenise was not given its `images`")
+        return tokens
+    if not question.images:
+        if wrong := unmatched(tokens, images.placeholder):
+            raise BadInput(f"question {question.id}: {wrong}, or take what stands for them out of its text")
+        return tokens
     try:
         return images.expanded(tokens, [images.count(path) for path in question.images])
     except BadInput as error:

@@ -10,6 +10,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from rft.errors import BadInput
+from rft.shapes import check_fields
 
 Last = Literal["keep", "drop"]
 """What becomes of the last, partial batch of an epoch: `keep` gives it, smaller; `drop` skips it and goes on to the next epoch."""
@@ -24,6 +25,9 @@ class Question:
     answer: str
     images: tuple[str, ...] = ()
     """Files of the images that stand before the text, in this order."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def check_questions(questions: Sequence[Question], source: str) -> None:

@@ -17,9 +17,12 @@ def wake(state: RuntimeState[Any, Fresh, Any, Any]) -> Awake:
     coming = {"engine cache": memory.cache, **({"engine weights": missing} if missing else {})}
     require_room("wake(state)", state, {**coming, **needed_to_probe(state)})
     with runtime.engine_effect():
-        runtime.engine.wake_weights()
-        runtime.engine.wake_cache()
-        runtime.watch.ask_engine(runtime.engine, state.weights.version)
+        # Each may be collective, over the ranks of an engine or over all: none is begun where another rank has failed.
+        for wakes in (runtime.engine.wake_weights, runtime.engine.wake_cache):
+            with runtime.lockstep.agreement():
+                wakes()
+        with runtime.lockstep.agreement():
+            runtime.watch.ask_engine(runtime.engine, state.weights.version)
         if type(state.actor) is OnDevice:
             runtime.watch.ask_actor(runtime.trainer, state.version, "wake")
     return Awake()
@@ -54,7 +57,8 @@ def reload_actor(state: RuntimeState[Any, Any, Any, Any]) -> OnDevice:
     runtime = runtime_of(state)
     require_room("reload_actor(state)", state, {"actor": runtime.trainer.bytes("model")})
     with runtime.ledger.irreversible("runtime"):
-        runtime.trainer.reload("model")
+        with runtime.lockstep.agreement():
+            runtime.trainer.reload("model")
         runtime.watch.ask_actor(runtime.trainer, state.version, "reload_actor")
     return OnDevice()
 

@@ -1,5 +1,6 @@
 """Prompts into rollouts: the engines of all ranks share the prompts, and every rank takes back its own."""
 
+import dataclasses as dc
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from rft.engines.requests import check_requests
 from rft.engines.stopping import StopStrings
 from rft.errors import BadInput, TooStale
 from rft.experience import Prompts, Rollouts
-from rft.images import misfit
+from rft.images import misfit, unmatched
 from rft.parallel.seeds import seed_of
 from rft.sampling import Finish, Sampling
 from rft.shapes import require_kind
@@ -29,11 +30,12 @@ def generate(state: RuntimeState[Any, Any, Any, Any], prompts: Prompts, sampling
         _require_kinds(prompts, sampling, draw)
         own = _requests(runtime.spec.seed, prompts, sampling, draw)
         _check(runtime, own, sampling)
-        exchange.own = [(prompts.epoch, draw, prompt) for prompt in prompts.ids.tolist()]
-    _require_apart(exchange.everywhere)
+        exchange.own = _shared_way(sampling), [(prompts.epoch, draw, prompt) for prompt in prompts.ids.tolist()]
+    _require_one_way([way for way, _ in exchange.everywhere])
+    _require_apart([asked for _, asked in exchange.everywhere])
     shared = Shared(runtime.world, [own[i : i + sampling.samples] for i in range(0, len(own), sampling.samples)], sampling.max_new_tokens)
     with runtime.engine_effect():
-        completions = first_token.generate(runtime.engine, shared.requests, sampling)
+        completions = first_token.generate(runtime.engine, shared.requests, sampling, _vocab(runtime))
     stops = StopStrings(runtime.model.tokenizer, sampling.stop)
     completions = [stops.cut(completion) for completion in shared.own(completions)]
     runtime.generated, runtime.sampled_after = runtime.generated + 1, runtime.of_engine
@@ -81,12 +83,33 @@ def _check(runtime: Runtime, own: Sequence[Request], sampling: Sampling) -> None
                 f"generate(state, …): prompt {row // sampling.samples} of rank {runtime.world.rank} has {len(request.tokens)} tokens; it "
                 f"needs at least 1, and with max_new_tokens={sampling.max_new_tokens} at most the engine's max_model_len={limit}"
             )
-        if request.images is not None and (wrong := _unseen(runtime, request)):
+        if wrong := _unseen(runtime, request):
             raise BadInput(f"generate(state, …): prompt {row // sampling.samples} of rank {runtime.world.rank}: {wrong}")
-    text_config, reader = getattr(runtime.model.config, "get_text_config", None), runtime.model.images
-    if text_config is not None:
+    vocab, reader = _vocab(runtime), runtime.model.images
+    if vocab is not None:
         placeholder = None if reader is None else reader.placeholder
-        check_requests(own, sampling, max_model_len=limit, vocab=int(text_config().vocab_size), placeholder=placeholder)
+        check_requests(own, sampling, max_model_len=limit, vocab=vocab, placeholder=placeholder)
+
+
+def _vocab(runtime: Runtime) -> int | None:
+    """Of the model; None for a scripted one, which has no configuration."""
+    text_config = getattr(runtime.model.config, "get_text_config", None)
+    return None if text_config is None else int(text_config().vocab_size)
+
+
+def _shared_way(sampling: Sampling) -> dict[str, Any]:
+    """What must be the same on all ranks, whose engines share the prompts: how many samples each has is its own rank's matter."""
+    return {field.name: getattr(sampling, field.name) for field in dc.fields(sampling) if field.name != "samples"}
+
+
+def _require_one_way(ways: Sequence[dict[str, Any]]) -> None:
+    """Raises `BadInput`, on all ranks, where they sample in different ways."""
+    for rank, way in enumerate(ways):
+        for name in (name for name, value in way.items() if value != ways[0][name]):
+            both = f"Sampling.{name} is {ways[0][name]!r} on rank 0 and {way[name]!r} on rank {rank}"
+            raise BadInput(
+                f"generate(state, prompts, sampling): {both}; the engines of all ranks share the prompts: give every rank the same"
+            )
 
 
 def _require_apart(everywhere: Sequence[Sequence[tuple[int, int, int]]]) -> None:
@@ -102,13 +125,15 @@ def _require_apart(everywhere: Sequence[Sequence[tuple[int, int, int]]]) -> None
 
 
 def _unseen(runtime: Runtime, request: Request) -> str | None:
-    """Why the engine cannot take a request's images."""
+    """Why the engine cannot take a request's images, or the want of them."""
     reader, engine = runtime.model.images, runtime.engine
+    if request.images is None:
+        return None if reader is None else unmatched(request.tokens, reader.placeholder)
     if reader is None:
         return f"it has images, and {runtime.model.path} is a model of text alone; take one that takes images, such as Qwen2.5-VL"
     if not isinstance(engine, SeeingEngine) or not engine.takes_images:
         return f"it has images, and the engine {engine.name} takes none; write LaunchSpec(engine=TransformersEngine(…) or VLLMEngine(…))"
-    return None if request.images is None else misfit(list(request.tokens), request.images, reader.placeholder)
+    return misfit(list(request.tokens), request.images, reader.placeholder)
 
 
 def _rollouts(

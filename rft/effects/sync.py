@@ -44,12 +44,13 @@ def broadcast(state: RuntimeState[Any, Any, Any, Any]) -> Fresh:
             runtime.engine.wake_weights()
         for each in deliveries:
             with runtime.lockstep.agreement():
-                received = each.load(_as_promised(each.sent, each.narrows))
+                received = _loaded(each)
             with runtime.lockstep.agreement():
                 _compare(received, each.checksums())
-        runtime.engine.flush()
-        if awake:
-            runtime.watch.ask_engine(runtime.engine, state.version)
+        with runtime.lockstep.agreement():
+            runtime.engine.flush()
+            if awake:
+                runtime.watch.ask_engine(runtime.engine, state.version)
         if awake and type(state.actor) is OnDevice:
             runtime.watch.ask_actor(runtime.trainer, state.version, "broadcast")
     return Fresh(state.version)
@@ -83,8 +84,18 @@ def _require_room(state: RuntimeState[Any, Any, Any, Any], runtime: Runtime) -> 
     require_room("broadcast(state)", state, adding)
 
 
+def _loaded(delivery: _Delivery) -> Mapping[str, int]:
+    """What the engine received. Its stream is exhausted in any case: other ranks take part in it."""
+    stream = _as_promised(delivery.sent, delivery.narrows)
+    try:
+        return delivery.load(stream)
+    finally:
+        for _ in stream:
+            pass
+
+
 def _as_promised(sent: Sending, narrows: Narrows) -> Iterator[tuple[str, Tensor]]:
-    """The stream, held against the manifest, and what is taken here. It is exhausted in any case, since it contains collectives."""
+    """The stream, held against the manifest, and what is taken here. It goes on to its end whatever is wrong with it."""
     problem = None
     promised = iter(sent.manifest)
     for name, tensor in sent.tensors:
@@ -101,9 +112,12 @@ def _as_promised(sent: Sending, narrows: Narrows) -> Iterator[tuple[str, Tensor]
 
 
 def _compare(received: Mapping[str, int], held: Mapping[str, int]) -> None:
-    wrong = sorted(name for name in received.keys() | held.keys() if received.get(name) != held.get(name))
+    if not received:
+        raise SyncFailed("broadcast(state): the engine gave no checksums of what it received, so that nothing can be compared")
+    names = received.keys() | held.keys()
+    wrong = sorted(name for name in names if received.get(name) != held.get(name))
     if wrong:
         raise SyncFailed(
-            f"broadcast(state): the engine does not hold what it was sent: checksums differ for {len(wrong)} of {len(received)} tensors, "
+            f"broadcast(state): the engine does not hold what it was sent: checksums differ for {len(wrong)} of {len(names)} tensors, "
             f"{', '.join(wrong[:3])}"
         )

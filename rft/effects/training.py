@@ -42,7 +42,7 @@ def step(
         metrics = runtime.trainer.step(minibatch, joined, objective)
     if compared and runtime.has_engine:
         gaps, after = (metrics["engine_gap"], metrics["engine_gap_max"]), runtime.sampled_after
-        runtime.watch.see_rollouts(*gaps, after, state.version, runtime.engine.dtype)
+        runtime.watch.see_rollouts(*gaps, after, state.version, runtime.engine.dtype, runtime.trainer.dtype)
     return metrics
 
 

@@ -25,7 +25,8 @@ log = logging.getLogger("rft")
 TEXT = "The quick brown fox jumps over the lazy dog. What is 17 + 25? The answer is 42, and 42 is not a prime number."
 LENGTH = 32
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.2}
-"""Largest mean gap, in nats, that is no alarm; by the engine's dtype. (Single tokens differ by up to 0.5 in bfloat16.)"""
+"""Largest mean gap, in nats, that is no alarm; by the dtype of engine or Actor that is the coarser. (Single tokens differ by up to 0.5
+in bfloat16.)"""
 MEMORY, FACTOR = 16, 4.0
 """A gap is an alarm, too, if it is above FACTOR times the median of the last MEMORY, and above a hundredth of the tolerance."""
 KEPT = 10_000
@@ -77,11 +78,11 @@ class Watch:
         later = (torch.arange(len(probe)) > 0)[None]
         actor = trainer.logprobs(tokens, torch.ones_like(later), later, 1.0)[0, 1:]
         gaps = (torch.tensor(engine) - actor).abs()
-        self._judge("probe", float(gaps.mean()), float(gaps.max()), version, after, TOLERANCE[dtype])
+        self._judge("probe", float(gaps.mean()), float(gaps.max()), version, after, max(TOLERANCE[dtype], TOLERANCE[trainer.dtype]))
 
-    def see_rollouts(self, mean: float, largest: float, after: str, version: PolicyVersion, dtype: torch.dtype) -> None:
-        """Takes the gap over the sampled tokens of a step's batch, which all ranks know alike."""
-        self._judge("rollouts", mean, largest, version, after, TOLERANCE[dtype])
+    def see_rollouts(self, mean: float, largest: float, after: str, version: PolicyVersion, *dtypes: torch.dtype) -> None:
+        """Takes the gap over the sampled tokens of a step's batch, which all ranks know alike; `dtypes` are those of engine and Actor."""
+        self._judge("rollouts", mean, largest, version, after, max(TOLERANCE[dtype] for dtype in dtypes))
 
     def memory(self) -> dict[str, Any]:
         """What later judgements depend on, as plain data."""

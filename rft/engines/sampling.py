@@ -57,12 +57,13 @@ def invert(mass: Float32[Tensor, "row vocab"], numbers: Float64[Tensor, "row"]) 
     """The first token whose cumulative mass is above the number, in shares of the whole.
 
     Two levels, since a cumulative sum over the whole vocabulary costs more than all else here. At each, the number is scaled by the
-    sum that was really computed there, so that rounding never leads to a token without mass.
+    sum that was really computed there, so that rounding never leads to a token without mass. Of masses that are NaN it is some token:
+    the log-prob tells.
     """
     blocks = pad(mass, (0, -mass.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     block, rest = _search(blocks.sum(-1), numbers)
     inside, _ = _search(blocks[torch.arange(len(block), device=block.device), block], rest)
-    return block * BLOCK + inside
+    return (block * BLOCK + inside).clamp_max(mass.shape[1] - 1)
 
 
 def _search(mass: Float32[Tensor, "row bin"], numbers: Float64[Tensor, "row"]) -> tuple[Int64[Tensor, "row"], Float64[Tensor, "row"]]:

@@ -31,8 +31,6 @@ from rft.sampling import Sampling
 from rft.spec import SGLangEngine
 
 log = logging.getLogger("rft")
-COLDEST = 1e-6
-"""SGLang takes a temperature below this for 0."""
 CACHE = ("kv_cache", "cuda_graph")
 """SGLang's tags of what sleeps whenever the engine does."""
 WEIGHTS = ("weights",)
@@ -70,8 +68,6 @@ class SGLang:
         """Samples all requests. Raises `BadInput` for one that cannot be served, `EngineFailed` when asleep or dead."""
         self._need("generate")
         check_requests(requests, sampling, max_model_len=self.max_model_len, vocab=self._vocab)
-        if 0 < sampling.temperature < COLDEST:
-            raise BadInput(f"SGLang takes the temperature {sampling.temperature:g} for 0; write temperature=0, or at least {COLDEST:g}")
         if not requests:
             return []
         parameters = [self._parameters(request.seed, sampling) for request in requests]
@@ -91,12 +87,12 @@ class SGLang:
         `keep` raises `EngineFailed`.
         """
         try:
-            if self._group.settle():
+            if well := self._group.settle():
                 self._release(weights)
-            else:
-                self._is_down(weights)
         except EngineFailed:
+            well = False
             self._group.end()
+        if not well:
             self._is_down(weights)
 
     def wake_weights(self) -> None:

@@ -11,9 +11,10 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from multiprocessing import connection
+from multiprocessing import active_children, connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,6 +61,7 @@ class Host:
 
     def _start(self, start: Callable[[Mapping[str, Any]], tuple[Any, Mapping[str, Any]]]) -> Mapping[str, Any]:
         self._engine, ready = start(self._settings)
+        threading.Thread(target=_end_with_any, args=[active_children()], daemon=True).start()
         return ready
 
     def _read(self) -> None:
@@ -76,8 +78,22 @@ class Host:
                 engine.loop.call_soon_threadsafe(lambda engine=engine: engine.tokenizer_manager.abort_request(abort_all=True))
             else:
                 self._calls.put(message)
-        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+        for folder in (os.environ["TMPDIR"], *(Path(address).parent for address in self._settings["addresses"])):
+            shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
+
+
+def _end_with_any(workers: Sequence[BaseProcess]) -> None:
+    """Ends everything when one of SGLang's processes dies, so that the rank sees the end of its connection.
+
+    SGLang tells its event loop by a signal, and that loop runs during calls alone: a signal that comes between two of them is lost.
+    """
+    dead = connection.wait([worker.sentinel for worker in workers])
+    for worker in workers:
+        if worker.sentinel in dead:
+            worker.join(POLL_S)
+            log.error("SGLang's process %d has died, with the exit code %s", worker.pid, worker.exitcode)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _outcome(call: Callable[[], Any]) -> tuple[str, Any]:

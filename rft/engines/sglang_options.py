@@ -29,7 +29,12 @@ def check(spec: SGLangEngine, model: ModelFolder, world: World) -> None:
         raise BadInput(
             f"{model.path / 'config.json'} has no architectures, by which SGLang knows a model: save it by the model's save_pretrained"
         )
-    spec.check(model.config.get_text_config(), world.tp_size)
+    if model.config.get_text_config() is not model.config:
+        raise BadInput(
+            f"SGLangEngine takes models of text alone, and {model.path} is of more than text ({type(model.config).__name__}): "
+            "write LaunchSpec(engine=TransformersEngine(…) or VLLMEngine(…))"
+        )
+    spec.check(model.config, world.tp_size)
     allocator = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if world.device.type == "cuda" and "expandable_segments:true" in allocator.lower():
         raise BadInput(
@@ -71,7 +76,7 @@ def _options(spec: SGLangEngine, model: ModelFolder, world: World) -> dict[str, 
         "skip_tokenizer_init": True,
         "context_length": spec.max_model_len + SLACK,
         "max_running_requests": spec.max_rows,
-        "max_total_tokens": spec.cache_bytes // bytes_per_token(spec, model.config.get_text_config(), world.tp_size) - PAGE,
+        "max_total_tokens": spec.cache_bytes // bytes_per_token(spec, model.config, world.tp_size) - PAGE,
         "disable_cuda_graph": spec.eager or cpu,
         "enable_memory_saver": not cpu,
         "custom_weight_loader": [LOADER],

@@ -57,10 +57,11 @@ class Process:
                 env=_environment(self._folder, settings),
                 start_new_session=True,  # a process group of its own, so that all of it can be ended at once; and no Ctrl-C for it
             )
-        self._calls, self._waiting = 0, False
+        self._calls, self._waiting, self._started = 0, False, False
         try:
             self._send(("settings", dict(settings)))
-            self.ready: Mapping[str, Any] = self._told(time.monotonic() + timeout_s)
+            self.ready: Mapping[str, Any] = self._told(timeout_s)
+            self._started = True
         except BaseException:
             self.end()
             raise
@@ -96,7 +97,7 @@ class Process:
         """Ends what was asked and never waited for: its requests are aborted, and its answer is passed by."""
         if self._waiting:
             self._send(("abort", self._calls, ()))
-            _ = self._told(time.monotonic() + PATIENCE_S)
+            _ = self._told(PATIENCE_S)
             self._waiting = False
 
     def end(self) -> None:
@@ -115,12 +116,12 @@ class Process:
         except OSError as error:
             raise self.death() from error
 
-    def _told(self, deadline: float | None) -> Any:
-        """The answer to the last call. Raises what the process says, or `EngineFailed` for its death or a deadline that passes."""
+    def _told(self, timeout_s: float | None) -> Any:
+        """The answer to the last call. Raises what the process says, or `EngineFailed` for its death or a time that passes."""
+        deadline = time.monotonic() + (timeout_s or 0)
         while True:
-            left = None if deadline is None else max(deadline - time.monotonic(), 0)
-            if not self._connection.poll(left):
-                raise EngineFailed(f"SGLang did not answer in time; the end of its output:\n{self._tail()}")
+            if timeout_s is not None and not self._connection.poll(max(deadline - time.monotonic(), 0)):
+                raise self._late(timeout_s)
             try:
                 call, kind, told = self._connection.recv()
             except (EOFError, OSError) as error:
@@ -137,12 +138,23 @@ class Process:
             how = f"exit status {self._process.wait(PATIENCE_S)}"
         except subprocess.TimeoutExpired:
             how = "it closed its connection"
+        if not self._started:
+            return EngineFailed(f"SGLang ended as it started ({how}); the end of its output says what to change:\n{self._tail()}")
         return EngineFailed(f"SGLang's process is dead ({how}); recover(state) starts it anew. The end of its output:\n{self._tail()}")
+
+    def _late(self, seconds: float) -> EngineFailed:
+        if self._started:
+            advice = f"SGLang did not answer within {seconds:g} s; recover(state) leads on"
+        else:
+            advice = (
+                f"SGLang has not started within start_timeout_s={seconds:g}; unless it says below what is wrong, give SGLangEngine longer"
+            )
+        return EngineFailed(f"{advice}. The end of its output:\n{self._tail()}")
 
     def _tail(self, size: int = 8000) -> str:
         _ = self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - size))
         lines = self._log.read().decode(errors="replace").splitlines()
-        return "\n".join(line for line in lines if line and not NOISE.search(line)) or "(nothing)"
+        return "\n".join(line for line in lines if line and not NOISE.search(line)) or "(it has said nothing)"
 
 
 def start(settings: Mapping[str, Any], *, timeout_s: float) -> Process:

@@ -8,9 +8,11 @@ import inspect
 import json
 import logging
 import os
+import re
 import socket
 from collections.abc import Mapping
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -36,6 +38,8 @@ NAP_MS = 10
 """For which an idle scheduler waits, unless a message comes; in SGLang it is a second, and what waits for it to be idle waits so long."""
 PLAIN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType"})
 """SGLang's classes that compute with weights as they were loaded."""
+SHARED = re.compile(r"/dev/shm/sgl\S+$", re.MULTILINE)
+"""Files of SGLang's own in shared memory, among what a process has mapped."""
 log = logging.getLogger("rft")
 
 
@@ -63,6 +67,12 @@ def _nap_shortly() -> None:
         sleeper.poller.poll(NAP_MS)
 
     setattr(IdleSleeper, "maybe_sleep", nap)  # noqa: B010 (SGLang's)
+
+
+def _unlink_shared() -> None:
+    """Takes the names from the memory that SGLang's processes share: it goes with the last of them then, however they end."""
+    for path in SHARED.findall(Path("/proc/self/maps").read_text()):
+        Path(path).unlink(missing_ok=True)
 
 
 def take_weights(model: object, tensors: object) -> None:
@@ -135,6 +145,7 @@ class _Seat:
 
     def _plan(self, runner: Any, shapes: Mapping[Names, torch.Size], dtype: str) -> dict[str, Any]:
         """Learns how this model is loaded; tells how, and what it takes on the device."""
+        _unlink_shared()  # all TP ranks are there by now
         model: torch.nn.Module = runner.model
         path, why = "plan", ""
         try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from rft.engines import vllm_images
+from rft.engines import vllm_images, vllm_requests
 from rft.engines.delivery import delivery, shapes_of
 from rft.engines.protocol import Completion, EngineMemory, Keeping, Request
 from rft.engines.requests import check_requests, check_sequences, end_tokens
@@ -147,7 +147,8 @@ class VLLM:
 
     def __init__(self, started: Started, spec: VLLMEngine, model: ModelFolder) -> None:
         self._llm, self._worker, self._memory = started.llm, started.worker, started.memory
-        self._spec, self._ends, self._vocab = spec, list(end_tokens(model)), int(model.config.get_text_config().vocab_size)
+        self._spec, self._ends, self._vocab = spec, end_tokens(model), int(model.config.get_text_config().vocab_size)
+        self._tokenizer = model.tokenizer
         self._placeholder = None if model.images is None else model.images.placeholder
         self.takes_images, self._flushes = model.images is not None, 0
         self._shapes = shapes_of(model.config)
@@ -164,12 +165,12 @@ class VLLM:
         """Samples all requests. Raises `BadInput` for one that cannot be served, `EngineFailed` when asleep."""
         self._need("generate")
         check_requests(requests, sampling, max_model_len=self.max_model_len, vocab=self._vocab, placeholder=self._placeholder)
-        parameters = [self._parameters(request.seed, sampling) for request in requests]
+        parameters = [vllm_requests.parameters(request, sampling, self._ends, self._tokenizer) for request in requests]
         if self._placeholder is not None and any(request.images is not None for request in requests):
             outputs = vllm_images.run(self._llm, requests, parameters, self._placeholder, str(self._flushes))
         else:
             outputs = self._run([r.tokens for r in requests], parameters)
-        return [_completion(output) for output in outputs]
+        return [vllm_requests.completion(output) for output in outputs]
 
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:
         """log p of every token but the first, at temperature 1. Raises as `generate` does."""
@@ -266,29 +267,6 @@ class VLLM:
 
     # ---- requests ----
 
-    def _parameters(self, seed: int, sampling: Sampling) -> "SamplingParams":
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(
-            temperature=1.0 if sampling.temperature else 0.0,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            max_tokens=sampling.max_new_tokens,
-            seed=seed,
-            logprobs=0,
-            stop=list(sampling.stop),
-            stop_token_ids=[*self._ends, *sampling.stop_tokens],
-            ignore_eos=True,
-            detokenize=bool(sampling.stop),
-        )
-        # Set afterwards: the constructor refuses what is above 2 and lifts what is below 0.01, and the sampler takes any. These are
-        # made for one request, so vLLM need not copy them, which would go through the constructor again.
-        parameters.temperature = sampling.temperature
-        parameters.skip_clone = True
-        parameters.flat_logprobs = True  # a list of numbers, instead of a dictionary of records for each token
-        return parameters
-
     def _run(self, prompts: Sequence[tuple[int, ...]], parameters: "Sequence[SamplingParams]") -> "list[RequestOutput]":
         if not prompts:
             return []
@@ -304,15 +282,3 @@ class VLLM:
         engine = self._llm.llm_engine
         if left := list(engine.output_processor.request_states):
             engine.abort_request(left, internal=True)
-
-
-def _completion(output: "RequestOutput") -> Completion:
-    sampled = output.outputs[0]
-    if sampled.finish_reason not in ("stop", "length"):
-        raise EngineFailed(f"vLLM ended a response for the reason {sampled.finish_reason!r}; recover(state) leads on")
-    tokens = tuple(sampled.token_ids)
-    # There is one for each token: none beside that of the sampled one was asked for.
-    logprobs = tuple(map(float, sampled.logprobs.logprobs))
-    if len(logprobs) != len(tokens):
-        raise EngineFailed(f"vLLM gave {len(logprobs)} log-probs for {len(tokens)} tokens; recover(state) leads on")
-    return Completion(tokens=tokens, logprobs=logprobs, finish=sampled.finish_reason)

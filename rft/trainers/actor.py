@@ -27,7 +27,7 @@ class Actor(Holder):
 
     def __init__(self, backend: Backend, passes: Passes, folder: ModelFolder) -> None:
         super().__init__(backend, passes, "the trainer")
-        self.managed, self._backend, self._folder = backend.managed, backend, folder
+        self.managed, self.dtype, self._backend, self._folder = backend.managed, passes.dtype, backend, folder
         self._learner = Learner(backend=backend, passes=passes, shown=_shown)
 
     # ---- weights ----

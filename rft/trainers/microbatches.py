@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from rft.errors import BadInput
 from rft.experience import OPTIONAL, Minibatch, take
-from rft.images import Placeholder, RowImages, misfit
+from rft.images import Placeholder, RowImages, misfit, unmatched
 from rft.objectives import MicroBatch
 from rft.ops.aggregation import Totals
 from rft.parallel.batches import Batches, Layout, Rows, plan
@@ -50,7 +50,7 @@ def share_of(
     lengths, counts = mask.sum(dim=1).clamp(min=1), wanted.sum(dim=1)
     rows = Rows(lengths=tuple(lengths.tolist()), sampled=tuple(counts.tolist()), demonstrated=tuple(shown.tolist()))
     seeing = any(each is not None for each in images or ())
-    problem = _problem(tokens, mask, wanted, vocab) or (_unseen(tokens, mask, images or (), placeholder) if seeing else None)
+    problem = _problem(tokens, mask, wanted, vocab) or _unseen(tokens, mask, wanted, images, placeholder)
     return Share(rows=rows, problem=problem, images=seeing)
 
 
@@ -67,13 +67,17 @@ def _problem(tokens: Tensor, mask: Tensor, wanted: Tensor, vocab: int) -> str | 
     return None
 
 
-def _unseen(tokens: Tensor, mask: Tensor, images: RowImages, placeholder: Placeholder | None) -> str | None:
+def _unseen(tokens: Tensor, mask: Tensor, wanted: Tensor, images: RowImages | None, placeholder: Placeholder | None) -> str | None:
     if placeholder is None:
-        return "rows have images, and this model takes none"
+        return "rows have images, and this model takes none" if any(images or ()) else None
+    images = (None,) * len(tokens) if images is None else images
     if len(images) != len(tokens):
         return f"there are images of {len(images)} rows, and {len(tokens)} rows"
-    rows = ((row, ids[real].tolist(), each) for row, (ids, real, each) in enumerate(zip(tokens, mask, images, strict=True)) if each)
-    return next((f"row {row}: {wrong}" for row, ids, each in rows if (wrong := misfit(ids, each, placeholder))), None)
+    for row, each in enumerate(images):
+        given = tokens[row][mask[row] if each else mask[row] & ~wanted[row]].tolist()  # what was sampled may be a placeholder's id
+        if wrong := misfit(given, each, placeholder) if each else unmatched(given, placeholder):
+            return f"row {row}: {wrong}"
+    return None
 
 
 @dc.dataclass(frozen=True, kw_only=True)

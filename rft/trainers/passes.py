@@ -36,6 +36,8 @@ class Passes:
     width: int
     """Of the hidden states."""
     vocab: int
+    dtype: torch.dtype
+    """That the model computes in."""
     budget: int
     """Tokens of one pass."""
     rough: bool
@@ -157,6 +159,7 @@ def passes(root: Root, world: World, *, dtype: str, budget: int) -> Passes:
         layout=root.layout,
         width=root.model.config.get_text_config().hidden_size,
         vocab=root.model.get_input_embeddings().num_embeddings,
+        dtype=getattr(torch, dtype),
         budget=budget,
         rough=world.device.type == "cpu" and dtype != "float32",
         eyes=eyes(root.model),

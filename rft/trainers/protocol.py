@@ -137,6 +137,8 @@ class Trainer(Saved, Protocol):
     """The sharded Actor with its optimizer."""
 
     name: str
+    dtype: torch.dtype
+    """That it computes in."""
     managed: bool
     """Whether the backend keeps weights or moments on the host by itself, and brings them to the device when it needs them."""
 

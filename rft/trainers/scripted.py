@@ -27,6 +27,7 @@ class ScriptedTrainer:
     """See the module's head. `sizes` are the bytes that its parts claim to take on the device."""
 
     name = "scripted"
+    dtype = torch.float32
     managed = False
 
     def __init__(self, faults: Faults, *, sizes: dict[Part, int] | None = None) -> None:

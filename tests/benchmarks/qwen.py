@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import torch
 
-from tests.models import tiny_tokenizer
+from rft.testing.models import tiny_tokenizer
 
 Size = Literal["tiny", "0.5B", "7B"]
 SHAPES: dict[Size, dict[str, Any]] = {

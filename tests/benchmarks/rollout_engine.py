@@ -20,9 +20,9 @@ from rft.engines.delivery import shapes_of
 from rft.engines.protocol import Engine, Request
 from rft.models import find_model
 from rft.parallel.world import open_world
+from rft.testing.models import tiny_tokenizer
 from tests.benchmarks.qwen import Size, config_of
 from tests.benchmarks.record import append
-from tests.models import tiny_tokenizer
 
 WARM_UPS, REPEATS, MIB = 2, 7, 2**20
 Masters = dict[str, torch.Tensor]

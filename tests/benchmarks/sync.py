@@ -22,9 +22,9 @@ from rft.ops import transfer as transfer_module
 from rft.ops.checksum import checksum
 from rft.ops.transfer import standing, transfer
 from rft.parallel.world import open_world
+from rft.testing.models import tiny_tokenizer
 from tests.benchmarks.qwen import Size, config_of
 from tests.benchmarks.record import append
-from tests.models import tiny_tokenizer
 
 WARM_UPS, REPEATS, MIB = 2, 7, 2**20
 BATCHES = (128, 256, 512, 1024, 4096)

@@ -2,7 +2,7 @@
 
 import dataclasses as dc
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from PIL import Image
@@ -12,7 +12,7 @@ from rft.data.prompts import Cursor, Share, all_prompts, next_prompts, tokenise
 from rft.data.questions import Question
 from rft.errors import BadInput
 from rft.models import ModelFolder, find_model
-from tests.models import tiny_vision_model
+from rft.testing.models import tiny_vision_model
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,11 @@ def test_what_is_refused(model: ModelFolder, questions: list[Question], tmp_path
     for change, says in wrong:
         with pytest.raises(BadInput, match=says):
             tokenise([dc.replace(questions[0], **change)], model.tokenizer, max_tokens=200, images=model.images)
+    lost = r"question 1: it has placeholders of images \(token 260\), and no images; .* take what stands for them out"
+    with pytest.raises(BadInput, match=lost):
+        _ = tokenise([dc.replace(questions[1], text="an <|image_pad|>")], model.tokenizer, max_tokens=200, images=model.images)
+    with pytest.raises(BadInput, match=r"Question\.images must be"):
+        _ = dc.replace(questions[0], images=cast(Any, "a.png"))
     with pytest.raises(BadInput, match="question 0 has images, and the model takes none"):
         tokenise(questions, model.tokenizer, max_tokens=200)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rft.data.prompts import Cursor, Dataset, Share, all_prompts, next_prompts, tokenise
 from rft.data.questions import Question
 from rft.errors import BadInput
-from tests.models import tiny_tokenizer
+from rft.testing.models import tiny_tokenizer
 
 
 def questions(count):

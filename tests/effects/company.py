@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rft.state import Placement
+from rft.testing.models import tiny_model
 from tests.launching import torchrun
-from tests.models import tiny_model
 from tests.trainers import oracle
 from tests.trainers.batches import random_experience
 from tests.trainers.judges import SHARES, plain_scores, random_rollouts, tiny_judge

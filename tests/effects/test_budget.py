@@ -10,7 +10,7 @@ from rft.effects import budget
 from rft.effects.runtime import runtime_of
 from rft.errors import DoesNotFit
 from rft.testing import scripted_launch
-from tests.models import tiny_config
+from rft.testing.models import tiny_config
 from tests.refusals import State
 
 # The scripted device, in bytes: Actor 128, its optimizer 256, engine weights 64, cache 32, largest tensor of the stream 8.

@@ -33,7 +33,7 @@ ASKED = [Request(tokens=(1, 2), seed=4), Request(tokens=(3,), seed=7), Request(t
 
 def test_the_first_token_is_drawn_by_itself_and_the_rest_as_usual() -> None:
     engine = Recorder()
-    completions = first_token.generate(engine, ASKED, SAMPLING)
+    completions = first_token.generate(engine, ASKED, SAMPLING, None)
     (opening, once), (rest, usual) = engine.rounds
     assert opening == ASKED
     assert once == Sampling(temperature=8.0, top_k=3, max_new_tokens=1)
@@ -45,13 +45,13 @@ def test_the_first_token_is_drawn_by_itself_and_the_rest_as_usual() -> None:
 
 def test_one_token_has_no_second_round() -> None:
     engine = Recorder()
-    assert [c.tokens for c in first_token.generate(engine, ASKED, dc.replace(SAMPLING, max_new_tokens=1))] == [(10,)] * 3
+    assert [c.tokens for c in first_token.generate(engine, ASKED, dc.replace(SAMPLING, max_new_tokens=1), None)] == [(10,)] * 3
     assert len(engine.rounds) == 1
 
 
 def test_without_it_the_engine_is_asked_once() -> None:
     engine, plain = Recorder(), dc.replace(SAMPLING, first=None)
-    _ = first_token.generate(engine, ASKED, plain)
+    _ = first_token.generate(engine, ASKED, plain, None)
     assert engine.rounds == [(ASKED, plain)]
 
 
@@ -64,7 +64,7 @@ def test_what_is_no_draw_is_refused() -> None:
 
 def test_a_token_that_ends_responses_ends_a_first_one_too() -> None:
     engine = Recorder()
-    _ = first_token.generate(engine, ASKED, dc.replace(SAMPLING, first=Draw(temperature=3.0, min_p=0.1), stop_tokens=(9,)))
+    _ = first_token.generate(engine, ASKED, dc.replace(SAMPLING, first=Draw(temperature=3.0, min_p=0.1), stop_tokens=(9,)), None)
     (_, once), (_, usual) = engine.rounds
     assert once == Sampling(temperature=3.0, min_p=0.1, stop_tokens=(9,), max_new_tokens=1)
     assert usual.stop_tokens == (9,)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import rft
-from tests.models import tiny_vision_model
+from rft.testing.models import tiny_vision_model
 
 
 @pytest.fixture(scope="module")

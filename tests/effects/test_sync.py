@@ -1,6 +1,7 @@
 """A broadcast is a transaction: what is streamed is held against the manifest, and what lies there against what was received."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,15 @@ def test_a_broadcast_installs_the_actors_weights_and_leaves_the_cache_unmapped(b
     for name, tensor in devices.trainer.weights.items():
         assert torch.equal(devices.engine.weights[name], tensor)
         assert devices.engine.weights[name] is not tensor
+
+
+def test_an_engine_that_says_nothing_of_what_it_holds_was_not_verified(begun: State) -> None:
+    engine: Any = scripted_devices(begun).engine
+    load = engine.load
+    engine.load, engine.checksums = lambda tensors: load(tensors) and {}, dict
+    with pytest.raises(SyncFailed, match="gave no checksums"):
+        _ = rft.broadcast(begun)
+    assert rft.legal(begun) == ("recover", "restore")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])

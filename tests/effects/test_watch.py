@@ -81,6 +81,19 @@ def test_the_probe_is_no_longer_than_the_engine_takes() -> None:
     assert [gap.mean for gap in watching.gaps] == [0.0]
 
 
+def test_what_is_usual_is_that_of_the_coarser_of_engine_and_actor() -> None:
+    """An engine in fp32 differs from an Actor that computes in bf16 as much as one in bf16 does."""
+
+    class Rough(OffBy):
+        dtype = torch.bfloat16
+
+    watching, rough = watch(), TOLERANCE[torch.bfloat16]
+    for gap, alarming in ((rough * 0.9, False), (rough * 1.1, True)):
+        watching.ask_engine(cast(Any, OffBy(gap)), NOW)
+        watching.ask_actor(cast(Any, Rough(gap)), NOW, "wake")
+        assert (watching.gaps[-1].alarm is not None) is alarming
+
+
 def test_a_gap_far_above_what_is_usual_is_an_alarm_below_the_tolerance_too() -> None:
     watching = watch()
     usual = FP32 / 50

@@ -15,7 +15,7 @@ from rft.models import ModelFolder, find_model
 from rft.parallel.world import open_world
 from rft.sampling import Sampling
 from rft.spec import VLLMEngine
-from tests.models import tiny_model
+from rft.testing.models import tiny_model
 
 
 def folder_with(path: Path, generation: dict[str, Any] | None, config: Any, tokenizer: Any) -> ModelFolder:

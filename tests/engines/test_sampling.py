@@ -79,3 +79,11 @@ def test_uniforms_are_of_the_seed_alone() -> None:
     assert float(many.min()) >= 0
     assert float(many.max()) < 1
     assert abs(float(many.mean()) - 0.5) < 0.005
+
+
+def test_logits_that_are_no_numbers_give_a_token_and_no_logprob() -> None:
+    """A device would end with the process for a token that is none."""
+    for vocab in (3, 300):
+        tokens, logprobs = draw(torch.full((2, vocab), math.nan), torch.tensor([0.0, 0.99], dtype=torch.float64), Sampling())
+        assert all(0 <= token < vocab for token in tokens.tolist())
+        assert logprobs.isnan().all()

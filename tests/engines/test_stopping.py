@@ -4,7 +4,7 @@ import pytest
 
 from rft.engines.protocol import Completion
 from rft.engines.stopping import StopStrings
-from tests.models import SPECIAL, tiny_tokenizer
+from rft.testing.models import SPECIAL, tiny_tokenizer
 
 PAD, END, TEXTLESS = 256, 257, 300
 

@@ -142,7 +142,7 @@ def test_tensor_parallelism_is_refused(folder: Path, world: World) -> None:
 def test_untied_heads(tmp_path: Path, world: World) -> None:
     from transformers import AutoModelForCausalLM
 
-    from tests.models import tiny_model
+    from rft.testing.models import tiny_model
 
     path = tiny_model(tmp_path, "llama", tied=False)
     module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

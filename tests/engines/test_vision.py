@@ -10,8 +10,8 @@ from rft.errors import BadInput
 from rft.models import find_model
 from rft.parallel.world import World, open_world
 from rft.spec import TransformersEngine
-from tests.engines.seeing import GREEDY, SeeingContract, folder, module, other, requests
-from tests.models import tiny_model
+from rft.testing.engines.seeing import GREEDY, SeeingContract, folder, module, other, requests
+from rft.testing.models import tiny_model
 
 __all__ = ["folder", "module", "other"]
 

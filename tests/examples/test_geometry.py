@@ -8,8 +8,8 @@ import torch
 
 from rft.models import find_model
 from rft.telemetry.records import read_lines
+from rft.testing.models import tiny_vision_model
 from tests.examples.figures import see_the_same, trained
-from tests.models import tiny_vision_model
 
 
 @pytest.fixture(scope="module")

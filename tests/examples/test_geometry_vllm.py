@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from rft.testing.models import tiny_vision_model
 from tests.examples.figures import see_the_same, trained
-from tests.models import tiny_vision_model
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import torch
 
 import rft
 from rft.telemetry.records import read_lines
+from rft.testing.models import tiny_model
 from tests.launching import ROOT, torchrun
-from tests.models import tiny_model
 from tests.trainers.judges import other_tokenizer, plain_scores, tiny_judge
 
 EXAMPLES, SCRIPT = ROOT / "examples", Path(__file__).with_name("grpo_ranks.py")

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from rft.telemetry.records import read_lines
+from rft.testing.models import tiny_model
 from tests.launching import ROOT, torchrun
-from tests.models import tiny_model
 
 SMALL = ("--steps", 2, "--prompts", 2, "--samples", 2, "--max-new-tokens", 4, "--held-out", 3, "--dtype", "float32")
 SUMS, GSM8K = ROOT / "examples" / "grpo_arithmetic.py", ROOT / "examples" / "grpo_gsm8k.py"

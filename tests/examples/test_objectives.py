@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import rft
+from rft.testing.models import tiny_model
 from tests.launching import ROOT, torchrun
-from tests.models import tiny_model
 
 EXAMPLES, SCRIPT = ROOT / "examples", Path(__file__).with_name("compare_ranks.py")
 NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_plus_plus", "cispo", "ppo")

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 import rft
 from rft.telemetry.records import read_lines
+from rft.testing.models import tiny_model
 from tests.launching import ROOT, torchrun
-from tests.models import tiny_model
 
 EXAMPLES, SCRIPT = ROOT / "examples", Path(__file__).with_name("ppo_ranks.py")
 SMALL = (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models import tiny_model
+from rft.testing.models import tiny_model
 from tests.parallel.jobs import STANDALONE, Form, Job, job, two_nodes, wait_until
 
 SCRIPT = Path(__file__).with_name("nodes.py")

@@ -14,8 +14,8 @@ from rft.data.prompts import Cursor, Share, next_prompts, tokenise
 from rft.models import find_model
 from rft.objectives import LossTerms
 from rft.spec import LoRA
+from rft.testing.models import tiny_model
 from tests.integration.job import QUESTIONS, SAMPLING, spec_of
-from tests.models import tiny_model
 
 State = rft.RuntimeState[Any, Any, Any, Any]
 

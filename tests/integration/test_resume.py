@@ -16,10 +16,10 @@ from rft.checkpoint.folder import NAME
 from rft.data.prompts import tokenise
 from rft.models import find_model
 from rft.steps import restore, save
+from rft.testing.models import tiny_model
 from tests.integration.job import QUESTIONS, spec_of
 from tests.integration.resume_job import KILLS, STEPS, Progress, digest, one_batch
 from tests.launching import torchrun
-from tests.models import tiny_model
 
 IN_SAVES_AND_A_BATCH = 549
 """Drawn so that rank 0 is killed in the second save, rank 1 in the next one, and rank 0 in the middle of a batch."""

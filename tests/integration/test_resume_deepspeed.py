@@ -7,10 +7,10 @@ import rft
 from rft.data.prompts import tokenise
 from rft.models import find_model
 from rft.steps import restore, save
+from rft.testing.models import tiny_model
 from tests.integration.job import QUESTIONS, spec_of
 from tests.integration.resume_job import Progress, digest, one_batch
 from tests.launching import torchrun
-from tests.models import tiny_model
 
 JOB = Path(__file__).with_name("resume_job.py")
 

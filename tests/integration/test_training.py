@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rft.testing.models import tiny_model
 from tests.integration.job import EPS, LR, SAMPLING, STEPS
 from tests.launching import torchrun
-from tests.models import tiny_model
 
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
 JOB = Path(__file__).with_name("job.py")

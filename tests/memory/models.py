@@ -11,7 +11,7 @@ from typing import Any
 
 from rft.memory.outline import Blueprint, Head, blueprint
 from rft.spec import LoRA
-from tests.models import tiny_config
+from rft.testing.models import tiny_config
 
 BLOCK, OUTSIDE = 147_968, 41_088
 PARAMETERS = 2 * BLOCK + OUTSIDE

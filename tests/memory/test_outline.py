@@ -3,8 +3,8 @@ import torch
 
 from rft.errors import BadInput
 from rft.memory.outline import blueprint, outline, read_config
+from rft.testing.models import tiny_vision_config
 from tests.memory.models import BLOCK, OUTSIDE, PARAMETERS, folder, tiny
-from tests.models import tiny_vision_config
 
 
 def test_parameters_are_counted_by_block_tied_ones_once():

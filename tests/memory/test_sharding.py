@@ -10,9 +10,9 @@ from rft.memory.outline import Outline, outline
 from rft.memory.sharding import Held, frozen, held, ours, own_slices, slices
 from rft.spec import DeepSpeedTrainer, FSDP2Trainer, LoRA
 from rft.spec.training import Training
+from rft.testing.models import tiny_model
 from tests.launching import torchrun
 from tests.memory.models import PARAMETERS, tiny
-from tests.models import tiny_model
 
 # 5 rows of 3 are cut into 3 and 2 for two ranks, 2, 2, 1 and none for four; one vector of 7 into 4 and 3, and 2, 2, 2 and 1.
 ODD = Outline(shapes=(torch.Size([5, 3]), torch.Size([7])), blocks=(7,))

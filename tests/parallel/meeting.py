@@ -8,11 +8,12 @@ import dataclasses as dc
 import json
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import rft
 from rft.effects.runtime import runtime_of
@@ -97,6 +98,39 @@ def an_engine_that_fails(world: World) -> Seen:
         seen["legal"] = list(rft.legal(begun))
         scripted_devices(begun).faults.arm(None)
         state = rft.refresh(rft.recover(begun))
+        return seen | {"rows after": len(rft.generate(state, own_prompts(world), SAMPLING))}
+
+
+def a_verb_that_fails_before_what_is_collective(world: World) -> Seen:
+    """The Actor's log-probs and its stream have collectives, as those of a real one; verbs of the engine fail on rank 1."""
+    seen: Seen = {}
+    with scripted_launch(world=world) as begun:
+        devices = scripted_devices(begun)
+        engine: Any = devices.engine
+        scores, streams, loads = devices.trainer.logprobs, devices.trainer.stream_weights, engine.load
+
+        def stream(*asked: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in streams(*asked):
+                dist.barrier(world.host)
+                yield name, tensor
+
+        def at_once(tensors: Any) -> Any:
+            return loads(tensors) if world.rank == 0 else {}["a verb that reads nothing"]
+
+        devices.trainer.logprobs = lambda *asked: (dist.barrier(world.host), scores(*asked))[1]
+        devices.trainer.stream_weights = stream
+        state: Any = rft.refresh(begun)
+        failing = ("wake_weights", "wake_cache", "score", "flush", "load")
+        for verb, step in [*((verb, rft.wake) for verb in failing[:3]), *((verb, rft.broadcast) for verb in failing[2:])]:
+            state = rft.broadcast(rft.sleep(state)) if step is rft.wake else state
+            devices.faults.arm(verb if world.rank and verb != "load" else None)
+            engine.load = at_once if verb == "load" else loads
+            with seen_by(seen):
+                _ = step(state)
+            seen[f"{verb}, {step.__name__}"] = [seen.pop("error"), seen.pop("cause"), seen.pop("message")]
+            devices.faults.arm(None)
+            engine.load = loads
+            state = rft.refresh(rft.recover(state))
         return seen | {"rows after": len(rft.generate(state, own_prompts(world), SAMPLING))}
 
 
@@ -189,6 +223,16 @@ def the_same_prompt_on_two_ranks(world: World) -> Seen:
         return seen | {"rows after": len(both)}
 
 
+def ranks_that_sample_in_two_ways(world: World) -> Seen:
+    seen: Seen = {}
+    with scripted_launch(world=world) as begun:
+        ready = rft.refresh(begun)
+        with untouched(ready, seen):
+            _ = rft.generate(ready, own_prompts(world), dc.replace(SAMPLING, temperature=1.0 - 0.5 * world.rank))
+        fewer = rft.generate(ready, own_prompts(world), dc.replace(SAMPLING, samples=1 + world.rank))
+        return seen | {"rows after": len(fewer)}
+
+
 def own_share(world: World) -> Seen:
     """A TP group generates together: what a rank gets, and what it would get alone."""
     count = 3 - 2 * world.rank
@@ -233,12 +277,14 @@ def main() -> None:
         with_different_roles,
         at_different_generations,
         an_engine_that_fails,
+        a_verb_that_fails_before_what_is_collective,
         manifests_that_differ,
         memory_on_one_rank,
         another_batch_on_one_rank,
         a_long_prompt_on_one_rank,
         sampling_of_a_wrong_type_on_one_rank,
         the_same_prompt_on_two_ranks,
+        ranks_that_sample_in_two_ways,
         other_columns_on_one_rank,
         a_column_of_words_on_one_rank,
         old_rollouts_on_one_rank,
@@ -247,7 +293,7 @@ def main() -> None:
         scenes[scene.__name__.replace("_", " ")] = lambda scene=scene: scene(alone)
     results = {name: scene() for name, scene in scenes.items()}
     (Path(sys.argv[1]) / f"{alone.rank}.json").write_text(json.dumps(results))
-    torch.distributed.destroy_process_group()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import tiny_model
+from rft.testing.models import tiny_model
 from tests.parallel.jobs import STANDALONE, Form, Job, job, two_nodes, wait_until
 
 SCRIPT = Path(__file__).with_name("diverging.py")

@@ -89,6 +89,17 @@ def test_an_engine_that_fails_on_one_rank_is_poisoned_on_all_and_recovers_on_all
         assert seen["rows after"] == 4
 
 
+def test_no_rank_waits_in_a_collective_for_one_whose_engine_has_failed(results: Results) -> None:
+    """Not until the deadline, either: each of these is heard of at once, and `recover` leads on."""
+    first, second = scene(results, "a verb that fails before what is collective")
+    for failed in ("wake_weights, wake", "wake_cache, wake", "score, wake", "score, broadcast", "flush, broadcast", "load, broadcast"):
+        kind, cause, message = first[failed]
+        assert (kind, cause) == ("EngineFailed", "PeerFailed"), failed
+        assert "rank 1: " in message, failed
+        assert second[failed][:2] == ["EngineFailed", "KeyError" if failed.startswith("load") else "InjectedFault"], failed
+    assert [seen["rows after"] for seen in (first, second)] == [4, 4]
+
+
 def test_manifests_that_differ_stop_a_broadcast_before_anything_is_touched(results: Results) -> None:
     for seen in scene(results, "manifests that differ"):
         assert seen["error"] == "SyncFailed"
@@ -134,6 +145,15 @@ def test_a_prompt_that_two_ranks_have_is_refused_on_both_by_name(results: Result
         assert "Share(index=rank, count=ranks)" in seen["message"]
         assert seen["untouched"]
         assert seen["rows after"] == 4, "in another draw they may: the responses differ"
+
+
+def test_ranks_that_sample_in_two_ways_are_refused(results: Results) -> None:
+    """Their engines share the prompts. How many samples each has is its own matter."""
+    for rank, seen in enumerate(scene(results, "ranks that sample in two ways")):
+        assert seen["error"] == "BadInput"
+        assert "Sampling.temperature is 1.0 on rank 0 and 0.5 on rank 1" in seen["message"]
+        assert seen["untouched"]
+        assert seen["rows after"] == 2 * (1 + rank)
 
 
 # ---- what they do together ----

@@ -17,9 +17,9 @@ from rft.effects import beside, checkpoint, placement, rollout, scoring, sync, t
 from rft.ledger import TABLE
 from rft.testing import LIBRARY, Call, scripted_launch, walk
 
-# Ten walks of twenty runs get further than one of two hundred, of which many are much alike. A failure is not made smaller here: that
+# Many walks of twenty runs get further than one of as many runs, which are much alike. A failure is not made smaller here: that
 # may take minutes; run the walk by itself for it, with `Phase.shrink`.
-WALKS = 10
+COUNTED, WALKS = 10, 30
 QUICK = settings(
     derandomize=False,  # hypothesis turns it on by itself under CI=true, and every walk would be the same one
     max_examples=20,
@@ -46,7 +46,7 @@ def _table_is_left_as_it_was() -> Iterator[None]:
 def tally() -> Counter[tuple[str, str]]:
     """What two hundred runs of fifty moves did."""
     counted = Counter[tuple[str, str]]()
-    for number in range(WALKS):
+    for number in range(COUNTED):
         run_state_machine_as_test(seed(number)(walk(tally=counted)), settings=QUICK)
     return counted
 
@@ -145,7 +145,7 @@ STEPS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 EFFECTS: dict[str, tuple[types.ModuleType, str, str]] = {
-    "a broadcast that does not drop the prefix cache": (sync, "        runtime.engine.flush()\n", ""),
+    "a broadcast that does not drop the prefix cache": (sync, "            runtime.engine.flush()\n", ""),
     "a broadcast whose failure poisons nothing": (sync, "with runtime.engine_effect():", "if True:"),
     "a broadcast that touches before it may": (
         sync, "    _require_room(state, runtime)\n", "    runtime.engine.wake_weights()\n    _require_room(state, runtime)\n"
@@ -215,7 +215,7 @@ def slow_if_rare(bugs: Iterable[str]) -> list[Any]:
 
 
 def walks_for(bug: str) -> int:
-    return WALKS * 20 if bug in RARE else WALKS
+    return WALKS * 7 if bug in RARE else WALKS
 
 
 @pytest.mark.parametrize("bug", slow_if_rare(STEPS))

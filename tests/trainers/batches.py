@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from rft.experience import Experience, Minibatch, take
-from rft.images import Images
 from rft.state import BatchId
+from rft.testing.models import prompt_of, some_images
 
 ROWS = ((9, 4), (14, 6), (5, 1), (11, 0), (17, 9), (6, 3), (12, 12), (8, 5))
 """(tokens, of them prompt): a row all of prompt, one of a single prompt token, and one that sampled nothing, among others."""
@@ -52,7 +52,7 @@ def some_old(source: Experience, near: Tensor, seed: int = 1) -> Tensor:
 
 
 def seeing_experience(seed: int = 0) -> Experience:
-    """Six rows for `tests.models.tiny_vision_model`: 0 and 1 are samples of one prompt with an image, 3 has two images, 4 one.
+    """Six rows for `rft.testing.models.tiny_vision_model`: 0 and 1 are samples of one prompt with an image, 3 has two images, 4 one.
 
     Rows 2 and 5 are samples of a prompt without any.
     """
@@ -84,15 +84,3 @@ def seeing_experience(seed: int = 0) -> Experience:
         demonstrated=torch.zeros(6, dtype=torch.bool),
         images=images,
     )
-
-
-def some_images(draw: torch.Generator, *grids: tuple[int, int, int]) -> Images:
-    """Random pixels for grids of patches of 8 × 8 pixels, three colours, two points in time."""
-    return Images(pixels=torch.randn(sum(t * h * w for t, h, w in grids), 3 * 2 * 8 * 8, generator=draw), grids=torch.tensor(grids))
-
-
-def prompt_of(draw: torch.Generator, images: Images | None) -> list[int]:
-    """Three tokens of text, the placeholders of each image between the tokens that frame them, and two more."""
-    first, last = (torch.randint(0, 250, (count,), generator=draw).tolist() for count in (3, 2))
-    counts = [] if images is None else (images.grids.prod(dim=1) // 4).tolist()
-    return [*first, *(token for count in counts for token in (258, *[260] * count, 259)), *last]

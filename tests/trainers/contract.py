@@ -18,9 +18,9 @@ from rft.models import find_model
 from rft.narrow import shape_in
 from rft.ops.aggregation import Totals
 from rft.spec import FSDP2Trainer
+from rft.testing.models import tiny_model
 from rft.trainers.schedule import learning_rate
 from tests.launching import torchrun
-from tests.models import tiny_model
 from tests.trainers import oracle, parcels
 from tests.trainers.backends import shards
 from tests.trainers.batches import random_experience, some_old

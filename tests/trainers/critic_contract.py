@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from rft.spec import FSDP2Trainer
+from rft.testing.models import tiny_config, tiny_model, tiny_tokenizer
 from rft.trainers.schedule import learning_rate
 from tests.launching import torchrun
-from tests.models import tiny_config, tiny_model, tiny_tokenizer
 from tests.trainers import oracle
 from tests.trainers.valued import CLIP, PlainCritic, valued_experience
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from rft.experience import Rollouts
 from rft.sampling import Sampling
 from rft.state import BatchId
-from tests.models import tiny_config, tiny_tokenizer
+from rft.testing.models import tiny_config, tiny_tokenizer
 from tests.trainers.batches import random_experience
 
 ALL = (0, 1, 2, 3, 4, 5, 6, 7)

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rft.testing.models import tiny_model
 from rft.trainers import adapter
 from tests.launching import torchrun
-from tests.models import tiny_model
 from tests.trainers import backends, oracle
 from tests.trainers.batches import random_experience, some_old
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from rft.models import find_model
+from rft.testing.models import tiny_model, tiny_vision_model
 from tests.launching import torchrun
-from tests.models import tiny_model, tiny_vision_model
 from tests.trainers import oracle
 from tests.trainers.batches import rows_of, seeing_experience
 

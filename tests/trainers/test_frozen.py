@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rft.models import find_model
+from rft.testing.models import tiny_model
 from tests.launching import torchrun
-from tests.models import tiny_model
 from tests.trainers import oracle
 from tests.trainers.batches import random_experience
 from tests.trainers.judges import IDLE, REPLIES, SHARES, WORDS, given, other_tokenizer, plain_scores, random_rollouts, tiny_judge

@@ -12,8 +12,8 @@ from rft.models import find_model
 from rft.parallel.world import open_world
 from rft.sampling import Sampling
 from rft.spec import TransformersEngine
+from rft.testing.models import tiny_model, tiny_tokenizer
 from rft.trainers import hugging_face
-from tests.models import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

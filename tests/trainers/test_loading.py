@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from rft.testing.models import tiny_config, tiny_model, tiny_tokenizer
 from tests.launching import torchrun
-from tests.models import tiny_config, tiny_model, tiny_tokenizer
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for the most memory that was resident")

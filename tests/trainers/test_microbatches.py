@@ -3,6 +3,7 @@ import dataclasses as dc
 import pytest
 import torch
 
+from rft.images import Placeholder
 from rft.trainers.microbatches import cut, share_of, some_rows, to_width
 from tests.trainers.batches import ROWS, random_experience, rows_of, some_old
 
@@ -84,3 +85,15 @@ def test_tokens_that_the_model_does_not_know_are_told(token: int) -> None:
     tokens = torch.tensor([[3, token]])
     share = share_of(tokens, torch.ones(1, 2, dtype=torch.bool), torch.tensor([[False, True]]), vocab=250)
     assert f"{max(token, 3)}, and the model's vocabulary from 0 to 249" in str(share.problem)
+
+
+def test_images_that_were_lost_are_told() -> None:
+    """A placeholder that was sampled is a token like any other."""
+    mark = Placeholder(token=7, patches=4, numbers=24)
+    tokens, mask = torch.tensor([[3, 7, 5], [3, 5, 7]]), torch.ones(2, 3, dtype=torch.bool)
+    sampled = torch.tensor([[False, False, True], [False, False, True]])
+    assert "row 0: it has placeholders of images (token 7), and no images" in str(
+        share_of(tokens, mask, sampled, vocab=9, placeholder=mark).problem
+    )
+    assert share_of(tokens[1:], mask[1:], sampled[1:], vocab=9, placeholder=mark).problem is None
+    assert share_of(tokens, mask, sampled, vocab=9).problem is None

@@ -19,6 +19,12 @@ in fp32 with room for 256 tokens. For an engine with another model, override the
     sleeping     sleep and wake, what is refused in between, memory
     broadcasts   the same by states and steps: broadcasts that are whole, come again, or fail half-way; samples and seeds
     ranks        on several ranks: `check_ranks`, called by a script under torchrun
+    seeing       with images: `SeeingContract`, for an engine of a model that takes some; it has fixtures of its own
+
+What an engine says is checked where users read it: `rft.engines.requests.check_requests` refuses requests in the words that are looked
+for; a verb that is called too early names the one that is missing ("load", "wake_weights", "wake_cache"); an engine that cannot keep its
+weights says "keep". One that leaves stop strings to the library sets `stops_at_texts = False` in its test class. That `checksums` are read
+from memory, and not remembered, is not seen from here.
 
 `pytest.register_assert_rewrite("rft.testing.engines")` in a conftest.py has pytest show the values of what fails.
 '''

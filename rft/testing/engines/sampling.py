@@ -58,7 +58,7 @@ class SamplingContract(Contract):
         usual = Sampling(temperature=0.5, max_new_tokens=8)
         hot = Sampling(temperature=HOT.temperature, top_k=HOT.top_k)
         asked = requests(*self.prompts)
-        for request, completion in zip(asked, first_token.generate(engine, asked, dc.replace(usual, first=HOT)), strict=True):
+        for request, completion in zip(asked, first_token.generate(engine, asked, dc.replace(usual, first=HOT), None), strict=True):
             start, rest = completion.tokens[:1], completion.tokens[1:]
             expected = expected_logprobs(module, request.tokens, start, hot)
             expected += expected_logprobs(module, request.tokens + start, rest, usual)
@@ -131,6 +131,16 @@ class SamplingContract(Contract):
         shorter = [len(c.tokens) < len(before.tokens) for c, before in zip(stopped, whole, strict=True)]
         assert any(shorter) == self.stops_at_texts
         assert _told(map(stops.cut, stopped)) == _told(map(stops.cut, whole))
+
+    def test_a_text_in_the_prompt_ends_no_response(self, engine: Engine, module: Any, tokenizer: Any) -> None:
+        """Nor does one in a prompt that ends in the middle of a character, whose text is there with the response's first token only."""
+        parts = [token for token in range(len(module(torch.tensor([[1]])).logits[0, 0])) if tokenizer.decode([token]) == "\ufffd"]
+        cut, letters = (*self.prompts[0], *parts[:1]), [letter for letter in tokenizer.decode(self.prompts[0]) if letter.isascii()]
+        asked = [Request(tokens=cut, seed=seed) for seed in range(16)]
+        whole = engine.generate(asked, Sampling(max_new_tokens=8))
+        sampling = Sampling(max_new_tokens=8, stop=tuple(set(letters)))
+        stops = StopStrings(tokenizer, sampling.stop)
+        assert _told(map(stops.cut, engine.generate(asked, sampling))) == _told(map(stops.cut, whole))
 
     def test_score(self, engine: Engine, module: Any) -> None:
         for sequence, scores in zip(self.prompts, engine.score(self.prompts), strict=True):

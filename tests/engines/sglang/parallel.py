@@ -19,7 +19,7 @@ from rft.data.questions import Question
 from rft.effects.runtime import runtime_of
 from rft.engines.sglang import SGLang
 from rft.models import find_model
-from tests.engines.sglang.processes import all_gone, family
+from tests.engines.sglang.processes import all_gone, family, shared_files
 
 QUESTIONS = tuple(Question(id=i, text=f"{i} and {i}?", answer=str(i)) for i in range(4))
 SAMPLING = rft.Sampling(samples=2, max_new_tokens=8, temperature=0.8, top_p=0.9)
@@ -37,6 +37,8 @@ def run(folder: str, tensor_parallel: int, *, killed: bool) -> dict[str, Any]:
         engine = runtime_of(state).engine
         assert isinstance(engine, SGLang)
         started = family(engine._group.pid) if engine._group.pid else []
+        shared = shared_files(started)
+        found |= {"shared": len(shared), "left": [str(path) for path in shared if path.exists()]}
         found |= {"path": engine.sync_path, "weights": engine.memory().weights, "cut": sorted(engine.narrows)}
         state = rft.refresh(state)
         first = rft.generate(state, prompts, SAMPLING)
@@ -57,16 +59,18 @@ def run(folder: str, tensor_parallel: int, *, killed: bool) -> dict[str, Any]:
 
 
 def _killed(state: Any, engine: SGLang, prompts: rft.Prompts) -> dict[str, Any]:
-    """The second TP rank is killed; what is told, and what is sampled once the engine has been recovered."""
+    """The second TP rank is killed while nobody asks for anything; what is told, and what is sampled once the engine has been recovered."""
+    told, ended = "", True
     if (pid := engine._group.pid) is not None:
-        next(process for process in family(pid) if "scheduler_TP1" in " ".join(process.cmdline())).kill()
-    told = ""
+        started = family(pid)
+        next(process for process in started if "scheduler_TP1" in " ".join(process.cmdline())).kill()
+        ended = all_gone(started)
     try:
         _ = rft.generate(state, prompts, SAMPLING)
     except rft.RftError as error:
         told = f"{type(error).__name__}: {error}"
     state = rft.refresh(rft.recover(state))
-    return {"told": told, "after": _by_seed(rft.generate(state, prompts, dc.replace(SAMPLING, top_p=1.0)))}
+    return {"told": told, "ended": ended, "after": _by_seed(rft.generate(state, prompts, dc.replace(SAMPLING, top_p=1.0)))}
 
 
 def _learn(state: Any, rollouts: rft.Rollouts) -> Any:

@@ -1,7 +1,9 @@
 """What the tests see of SGLang's processes."""
 
+import re
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 
@@ -20,6 +22,12 @@ def all_gone(processes: Sequence[psutil.Process], seconds: float = 20) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def shared_files(processes: Sequence[psutil.Process]) -> set[Path]:
+    """SGLang's own in shared memory that the processes have mapped, by the names that they were made with."""
+    maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in processes]
+    return {Path(path) for path in re.findall(r"/dev/shm/sgl\S+", "".join(maps))}
 
 
 def _lives(process: psutil.Process) -> bool:

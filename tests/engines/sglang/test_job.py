@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from rft.telemetry.records import read_lines
+from rft.testing.models import tiny_model
 from tests.examples.test_job import SMALL, SUMS
 from tests.launching import torchrun
-from tests.models import tiny_model
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from rft.testing.models import tiny_model
 from tests.launching import torchrun
-from tests.models import tiny_model
 
 SCRIPT = Path(__file__).with_name("parallel.py")
 Found = dict[str, Any]
@@ -37,6 +37,7 @@ def check(folder: Path, rank: Found, tensor_parallel: int) -> None:
     assert whole / tensor_parallel <= rank["weights"] < 1.2 * whole / tensor_parallel
     assert rank["second"] != rank["tokens"]
     assert rank["all_gone"]
+    assert rank["left"] == []
 
 
 def test_one_engine_over_two_ranks(folder: Path, tmp_path: Path) -> None:
@@ -53,6 +54,7 @@ def test_ranks_sample_the_same_however_they_are_grouped_and_go_on_when_a_tp_rank
         for turn in ("tokens", "second"):
             assert rank["1"][turn] == rank["2, killed"][turn]
         assert len(rank["1"]["tokens"]) == 4
+        assert rank["2, killed"]["ended"]
         assert "SGLang's process is dead" in rank["2, killed"]["told"]
         assert rank["2, killed"]["after"] == rank["2, killed"]["second"]
     assert not ranks[0]["1"]["tokens"].keys() & ranks[1]["1"]["tokens"].keys()

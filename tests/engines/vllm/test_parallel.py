@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from rft.testing.engines import PROMPTS, greedy
+from rft.testing.models import tiny_model
 from tests.launching import torchrun
-from tests.models import tiny_model
 
 SCRIPT = Path(__file__).with_name("parallel.py")
 CASES = {"tied, TP 2": ("tied", 2), "untied, TP 2": ("untied", 2), "tied, DP 2": ("tied", 1)}

@@ -13,7 +13,7 @@ from rft.engines.vllm import VLLM, build
 from rft.models import find_model
 from rft.parallel.world import open_world
 from rft.spec import VLLMEngine
-from tests.engines.seeing import SeeingContract, folder, module, other
+from rft.testing.engines.seeing import SeeingContract, folder, module, other
 
 __all__ = ["folder", "module", "other"]
 

@@ -1,7 +1,8 @@
 """What every engine that takes images must do, against transformers' own forward pass in fp32.
 
-A test class inherits `SeeingContract` and gives the fixture `engine`: an engine of `folder`'s model, in fp32, with room for 256 tokens.
-Every test finds it awake, with the folder's weights.
+    from rft.testing.engines.seeing import SeeingContract, folder, module, other
+
+with a fixture `engine` as for `EngineContract`: of `folder`'s model, which takes images here. Every test finds it awake, with its weights.
 """
 
 import dataclasses as dc
@@ -18,9 +19,8 @@ from rft.engines.protocol import Engine, Request
 from rft.errors import BadInput
 from rft.images import Images
 from rft.sampling import Draw, Sampling
-from rft.testing.engines import distribution, is_close, wake_with, weights
-from tests.models import tiny_vision_model
-from tests.trainers.batches import prompt_of, some_images
+from rft.testing.engines.oracle import distribution, is_close, wake_with, weights
+from rft.testing.models import prompt_of, some_images, tiny_vision_model
 
 END = 257
 GREEDY = Sampling(temperature=0, max_new_tokens=5)
@@ -128,7 +128,7 @@ class SeeingContract:
 
     def test_a_first_token_drawn_otherwise_keeps_the_images(self, engine: Engine, module: Any) -> None:
         sampling = Sampling(temperature=0, max_new_tokens=4, first=Draw(temperature=3.0))
-        for request, completion in zip(requests(), first_token.generate(engine, requests(), sampling), strict=True):
+        for request, completion in zip(requests(), first_token.generate(engine, requests(), sampling, None), strict=True):
             start, rest = completion.tokens[:1], completion.tokens[1:]
             after = dc.replace(request, tokens=request.tokens + start)
             assert rest == (greedy(module, after, 3) if start != (END,) else ())
