@@ -1,9 +1,11 @@
 """Prompts into rollouts: the engines of all ranks share the prompts, and every rank takes back its own."""
 
 import dataclasses as dc
+import itertools
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from rft.effects import first_token
@@ -153,8 +155,9 @@ def _rollouts(
     mask = column < (starts + lengths)[:, None]
     tokens, logprobs = torch.zeros(len(each), width, dtype=torch.int64), torch.zeros(len(each), width)
     tokens[mask & ~sampled] = prompts.tokens[each][prompts.mask[each]]
-    tokens[sampled] = torch.tensor([t for c in completions for t in c.tokens], dtype=torch.int64)
-    logprobs[sampled] = torch.tensor([p for c in completions for p in c.logprobs], dtype=torch.float32)
+    drawn = [np.array(c.tokens, dtype=np.int64) for c in completions]  # transformers looks at every number of a tuple, and at none of these
+    tokens[sampled] = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *drawn]))
+    logprobs[sampled] = torch.from_numpy(np.fromiter(itertools.chain.from_iterable(c.logprobs for c in completions), np.float32))
     rows, decode = each.tolist(), runtime.model.tokenizer.batch_decode
     return Rollouts(
         batch=batch,
@@ -168,7 +171,7 @@ def _rollouts(
         finish=cast(tuple[Finish, ...], tuple(c.finish for c in completions)),
         questions=tuple(prompts.texts[row] for row in rows),
         # Of no rows transformers makes one text.
-        responses=tuple(decode([c.tokens for c in completions], skip_special_tokens=True)) if completions else (),
+        responses=tuple(decode(drawn, skip_special_tokens=True)) if completions else (),
         answers=tuple(prompts.answers[row] for row in rows),
         sampling=sampling,
         images=None if prompts.images is None else tuple(prompts.images[row] for row in rows),

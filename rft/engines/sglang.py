@@ -232,6 +232,8 @@ class SGLang:
             raise EngineFailed(f"SGLang ended a response for the reason {finish!r}; recover(state) leads on")
         if version != str(self._loads):
             raise EngineFailed(f"SGLang answered from weights {version!r}, where {self._loads} came last; recover(state) leads on")
+        if tokens and tokens[-1] in (*self._ends, *sampling.stop_tokens):
+            finish = "stop"  # SGLang before 0.5.18 says "length" of one that is the last allowed, too
         if sampling.temperature and sampling.top_k == 1:
             logprobs = [0.0] * len(tokens)  # one token was left to be drawn; SGLang takes that for greedy, and tells the model's own
         return Completion(tokens=tuple(tokens), logprobs=tuple(logprobs), finish=finish)

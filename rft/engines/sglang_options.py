@@ -97,7 +97,8 @@ def _options(spec: SGLangEngine, model: ModelFolder, world: World) -> dict[str, 
 def _environment(world: World) -> dict[str, str]:
     common = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if world.device.type == "cuda":
-        return common | {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+        # The ranks' devices may be filled differently, by what else the job has there; the cache is pinned, and fits or does not.
+        return common | {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
     cores = sorted(os.sched_getaffinity(0))
     bound = "|".join(str(cores[rank % len(cores)]) for rank in range(world.tp_size))
     return common | {"SGLANG_PLATFORM": CPU_PLATFORM, **({"SGLANG_CPU_OMP_THREADS_BIND": bound} if world.tp_size > 1 else {})}

@@ -166,10 +166,11 @@ class VLLM:
         self._need("generate")
         check_requests(requests, sampling, max_model_len=self.max_model_len, vocab=self._vocab, placeholder=self._placeholder)
         parameters = [vllm_requests.parameters(request, sampling, self._ends, self._tokenizer) for request in requests]
-        if self._placeholder is not None and any(request.images is not None for request in requests):
-            outputs = vllm_images.run(self._llm, requests, parameters, self._placeholder, str(self._flushes))
-        else:
-            outputs = self._run([r.tokens for r in requests], parameters)
+        with vllm_requests.sparing():
+            if self._placeholder is not None and any(request.images is not None for request in requests):
+                outputs = vllm_images.run(self._llm, requests, parameters, self._placeholder, str(self._flushes))
+            else:
+                outputs = self._run([r.tokens for r in requests], parameters)
         return [vllm_requests.completion(output) for output in outputs]
 
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:

@@ -1,9 +1,11 @@
 """What vLLM is asked for, and what it says, request by request."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rft.engines.protocol import Completion, Request
+from rft.engines.vllm_host import replaced
 from rft.errors import EngineFailed
 from rft.sampling import Sampling
 
@@ -41,6 +43,22 @@ def parameters(request: Request, sampling: Sampling, ends: Sequence[int], tokeni
     made.skip_clone = True
     made.flat_logprobs = True  # a list of numbers, instead of a dictionary of records for each token
     return made
+
+
+@contextlib.contextmanager
+def sparing() -> Generator[None]:
+    """While vLLM samples what `parameters` asks for: it notes the log-prob of each token, and nothing of what else it keeps beside it.
+
+    It goes through every response in every step on the one thread that also launches the next step's kernels. A version of vLLM that
+    does not let itself be spared does all of it.
+    """
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    def note(processor: Any, step: Any) -> None:
+        processor.logprobs.logprobs.extend(step.logprobs[:, 0].tolist())
+
+    with replaced(LogprobsProcessor, "_update_sample_logprobs", note):
+        yield
 
 
 def completion(output: "RequestOutput") -> Completion:

@@ -19,9 +19,11 @@ import torch
 import rft
 from rft.data.prompts import Cursor, Share, next_prompts, tokenise
 from rft.data.questions import Question
+from rft.effects.runtime import runtime_of
 from rft.models import find_model
 from tests.benchmarks.qwen import Size, random_model
 from tests.benchmarks.record import append
+from tests.benchmarks.turns import my_turn
 
 MIB = 2**20
 SAMPLING = rft.Sampling(samples=4, max_new_tokens=64)
@@ -40,6 +42,7 @@ def main(folder: str, size: str = "0.5B", cycles: str = "100", engine: str = "vl
     data, cursor = tokenise(questions, find_model(model).tokenizer, max_tokens=128), Cursor()
     seen: dict[str, list[float]] = defaultdict(list)
     with rft.launch(spec) as state:
+        my_turn(runtime_of(state).world)
         for cycle in range(int(cycles)):
             prompts, cursor = next_prompts(data, cursor, 8, Share())
             state = one_cycle(state, prompts, seen)

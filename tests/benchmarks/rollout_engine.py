@@ -1,12 +1,14 @@
 """One rollout engine by itself: new weights, both kinds of sleep, tokens per second, memory. Random weights, one device or a CPU.
 
-    python -m tests.benchmarks.rollout_engine FOLDER-TO-MAKE [SIZE] [ENGINE] [PROMPTS] [TOKENS] [ATTENTION]
+    python -m tests.benchmarks.rollout_engine FOLDER-TO-MAKE [SIZE] [ENGINE] [PROMPTS] [TOKENS]
 
 The trainer's side is a set of fp32 masters on the device. The ceiling of a sync is one cast-copy over the same bytes, from fp32 to the
 engine's dtype. PROMPTS prompts of TOKENS tokens get TOKENS more each, with log-probs, at temperature 1. Medians of REPEATS after WARM_UPS.
+With SGLang a second one stands beside it, without the library (`bare_sglang`). RFT_BENCHMARK_ATTENTION is SGLang's attention backend.
 Appends to results/rollout_engine.jsonl.
 """
 
+import os
 import statistics
 import sys
 import time
@@ -18,17 +20,19 @@ import torch
 import rft
 from rft.engines.delivery import shapes_of
 from rft.engines.protocol import Engine, Request
-from rft.models import find_model
-from rft.parallel.world import open_world
+from rft.models import ModelFolder, find_model
+from rft.parallel.world import World, open_world
 from rft.testing.models import tiny_tokenizer
+from tests.benchmarks.bare_sglang import Bare
 from tests.benchmarks.qwen import Size, config_of
 from tests.benchmarks.record import append
+from tests.benchmarks.turns import my_turn
 
-WARM_UPS, REPEATS, MIB = 2, 7, 2**20
+WARM_UPS, REPEATS, ROUNDS, MIB = 2, 7, 5, 2**20
 Masters = dict[str, torch.Tensor]
 
 
-def main(folder: str, size: str = "0.5B", engine: str = "sglang", prompts: str = "256", tokens: str = "256", attention: str = "") -> None:
+def main(folder: str, size: str = "0.5B", engine: str = "sglang", prompts: str = "256", tokens: str = "256") -> None:
     """All rows, for one size."""
     config_of(cast(Size, size)).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -36,20 +40,28 @@ def main(folder: str, size: str = "0.5B", engine: str = "sglang", prompts: str =
     cache = (8 << 30) if torch.cuda.is_available() else 1 << 28
     common: dict[str, Any] = {"max_model_len": 2 * int(tokens), "max_rows": int(prompts), "cache_bytes": cache}
     specs: dict[str, rft.EngineSpec] = {
-        "sglang": rft.SGLangEngine(attention=attention or None, **common),
+        "sglang": rft.SGLangEngine(attention=os.environ.get("RFT_BENCHMARK_ATTENTION"), **common),
         "vllm": rft.VLLMEngine(**common),
     }
-    row: dict[str, Any] = {"model": size, "engine": engine}
-    began = time.perf_counter()
-    built = specs[engine].build(find_model(folder), world)
+    row: dict[str, Any] = {"model": size, "engine": engine, "prompts": int(prompts), "tokens": int(tokens)}
+    model, began = find_model(folder), time.perf_counter()
+    built = specs[engine].build(model, world)
     row["start_s"] = round(time.perf_counter() - began, 1)
-    shapes = shapes_of(config_of(cast(Size, size)))
-    masters = {names[0]: torch.randn(shape, device=world.device) * 0.02 for names, shape in shapes.items()}
-    row |= synced(built, masters) | slept(built, masters) | sampled(built, int(prompts), int(tokens))
+    other = None if engine == "vllm" else Bare(*bare_options(specs[engine], model, world))
+    my_turn(world)
+    shapes = {names[0]: shape for names, shape in shapes_of(config_of(cast(Size, size))).items()}
+    masters = {name: torch.randn(shape, device=world.device) * 0.02 for name, shape in shapes.items()}
+    row |= synced(built, masters) | slept(built, masters) | sampled(built, other, int(prompts), int(tokens))
+    masters.clear()
+    built.close()
+    row["without_it_mib"] = device_mib()
+    if other is not None:
+        row |= other.ask(verb="load", shapes=shapes)
+        row |= other.ask(verb="sleep") if world.device.type == "cuda" else {}
+        other.close()
     for name, value in row.items():
         print(f"{name:34} {value}", flush=True)
     append("rollout_engine", row)
-    built.close()
 
 
 def synced(engine: Engine, masters: Masters) -> dict[str, Any]:
@@ -91,17 +103,34 @@ def slept(engine: Engine, masters: Masters) -> dict[str, Any]:
     return row
 
 
-def sampled(engine: Engine, prompts: int, tokens: int) -> dict[str, Any]:
-    """Tokens per second; the first time is not counted."""
-    engine.flush()
+def sampled(engine: Engine, other: Bare | None, prompts: int, tokens: int) -> dict[str, Any]:
+    """Tokens per second of five calls, in turn with those of a bare engine with and without log-probs; the first ones are not counted."""
     asked = [Request(tokens=tuple((i * 7 + t) % 250 for t in range(tokens)), seed=i) for i in range(prompts)]
-    rates = list[float]()
-    for _ in range(4):
+    rates: dict[str, list[float]] = {"tokens_per_s": []}
+    for _ in range(ROUNDS + 1):
+        engine.flush()
         began = time.perf_counter()
         count = sum(len(c.tokens) for c in engine.generate(asked, rft.Sampling(max_new_tokens=tokens)))
-        rates.append(count / (time.perf_counter() - began))
-        engine.flush()
-    return {"tokens_per_s": round(statistics.median(rates[1:]), 1)}
+        rates["tokens_per_s"].append(count / (time.perf_counter() - began))
+        for name, logprobs in (("bare_tokens_per_s", True), ("bare_without_logprobs_tokens_per_s", False)) if other else ():
+            found = other.ask(
+                verb="generate",
+                prompts=[request.tokens for request in asked],
+                parameters={"max_new_tokens": tokens, "ignore_eos": True},
+                logprobs=logprobs,
+            )
+            rates.setdefault(name, []).append(found["tokens"] / found["seconds"])
+    return {name: round(statistics.median(each[1:]), 1) for name, each in rates.items()}
+
+
+def bare_options(spec: Any, model: ModelFolder, world: World) -> tuple[dict[str, Any], dict[str, str]]:
+    """What `spec` starts SGLang with, less what is the library's own; and its environment."""
+    from rft.engines import sglang_options, sglang_process
+
+    given = sglang_options.settings(spec, model, world, [])
+    options = {name: value for name, value in given["options"].items() if name not in ("custom_weight_loader", "sleep_on_idle")}
+    port = sglang_process.free_port()
+    return {**options, "port": port, "nccl_port": port}, given["environment"]
 
 
 def median_ms(way: Callable[[], object]) -> float:

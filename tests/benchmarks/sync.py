@@ -25,6 +25,7 @@ from rft.parallel.world import open_world
 from rft.testing.models import tiny_tokenizer
 from tests.benchmarks.qwen import Size, config_of
 from tests.benchmarks.record import append
+from tests.benchmarks.turns import my_turn
 
 WARM_UPS, REPEATS, MIB = 2, 7, 2**20
 BATCHES = (128, 256, 512, 1024, 4096)
@@ -40,6 +41,7 @@ def main(folder: str, size: str = "0.5B") -> None:
     spec = rft.VLLMEngine(max_model_len=1024, max_rows=64, cache_bytes=4 << 30, eager=size == "7B")
     engine: Any = spec.build(find_model(folder), world)
     assert isinstance(engine, VLLM)
+    my_turn(world)
     check_kernel()
     masters: Masters = {
         names[0]: torch.randn(shape, device="cuda") * 0.02 for names, shape in shapes_of(config_of(cast(Size, size))).items()
@@ -68,7 +70,7 @@ def check_kernel() -> None:
 
 def _many_at_once() -> None:
     """Tensors of all sizes in one launch, odd ones among them."""
-    sources = [torch.randn(count, device="cuda") for count in (4, 3, 8192 * 4, 8192 * 4 + 4, 3_000_000, 7)]
+    sources = [torch.randn(count, device="cuda") for count in (4, 3, 2**15, 2**15 + 4, 2**16, 2**16 + 4, 3_000_000, 7)]
     pairs = [(torch.zeros_like(source, dtype=torch.bfloat16), source) for source in sources]
     read = transfer(pairs).tolist()
     assert read == [int(checksum(source.bfloat16())) for source in sources]

@@ -6,23 +6,18 @@ Each is measured over the pairs of a plan with its tables made once, so that wha
 # A kernel's arguments must not be annotated, and what Triton makes of them no type checker knows.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from rft.ops import transfer, transfer_kernel
 from rft.ops.transfer import Pair, Table, reading
 
 OWN: Any = transfer_kernel.cast_copy_sum
-SHAPES = ((512, 8, 4), (512, 32, 4), (1024, 4, 4), (1024, 8, 8), (2048, 4, 8), (2048, 8, 8))
-"""Words and rounds of a program, and its warps."""
-CACHED = (8, 16, 32)
-"""MiB of targets that are read again right after they were written: a share of the second-level cache."""
+SHAPES = ((512, 32, 4), (512, 8, 4), (512, 16, 4), (512, 64, 4), (512, 128, 4), (1024, 4, 4), (1024, 16, 4), (1024, 16, 8), (2048, 8, 8))
+"""Words and rounds of a program, and its warps; the library's own first."""
 
 
 @triton.jit
@@ -81,8 +76,6 @@ def forms(pairs: Sequence[Pair], median_ms: Callable[[Callable[[], object]], flo
             form = f"{name}_{'_'.join(map(str, shape))}"
             found[f"{form}_write_ms"] = median_ms(lambda writing=writing: writing.run(store=True).tolist())
             found[f"{form}_read_ms"] = median_ms(lambda again=again: again.run(store=False).tolist())
-        with_form(kernel, SHAPES[0])
-        found |= {f"{name}_{what}": took for what, took in cached(pairs, median_ms).items()}
     with_form(OWN, SHAPES[0])
     return found
 
@@ -91,37 +84,3 @@ def with_form(kernel: Any, shape: tuple[int, int, int]) -> None:
     """What `transfer` launches from now on."""
     transfer_kernel.cast_copy_sum = kernel
     transfer.WORDS, transfer.ROUNDS, transfer.WARPS = shape
-
-
-def cached(pairs: Sequence[Pair], median_ms: Callable[[Callable[[], object]], float]) -> dict[str, float]:
-    """Every few MiB are read again while they are still near, all of it as one CUDA graph: its launches take no time of the host's."""
-    found = dict[str, float]()
-    for size in CACHED:
-        parts = list(_parts(list(_cut(pairs, size << 20)), size << 20))
-        tables = [(Table(part), reading([target for target, _ in part])) for part in parts]
-        sums = _both(tables)
-        assert all(torch.equal(one, other) for one, other in sums)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            sums = _both(tables)
-        found[f"write_and_read_each_{size}_mib_ms"] = median_ms(graph.replay)
-        del graph, sums
-    return found
-
-
-def _both(tables: Sequence[tuple[Table, Table]]) -> list[tuple[Tensor, Tensor]]:
-    return [(writing.run(store=True), again.run(store=False)) for writing, again in tables]
-
-
-def _cut(pairs: Sequence[Pair], size: int) -> Iterator[Pair]:
-    """Pairs of at most `size` bytes of target."""
-    for target, source in pairs:
-        count = size // target.itemsize
-        yield from zip(target.view(-1).split(count), source.view(-1).split(count), strict=True)
-
-
-def _parts(pairs: Sequence[Pair], size: int) -> Iterator[list[Pair]]:
-    """Neighbours, `size` bytes of target together."""
-    filled = itertools.accumulate(target.nbytes for target, _ in pairs)
-    for _, part in itertools.groupby(zip(filled, pairs, strict=True), key=lambda item: (item[0] - 1) // size):
-        yield [pair for _, pair in part]

@@ -1,6 +1,6 @@
-"""A trainer over two GPUs and vLLM on the same two, as one TP group and as two DP engines: broadcasts, sampling, and the log-prob gap.
+"""A trainer over two GPUs and an engine on the same two, as one TP group or as two of them: broadcasts, sampling, and the log-prob gap.
 
-    torchrun --nproc-per-node 2 -m tests.benchmarks.two_gpus FOLDER-TO-MAKE SIZE TP [fsdp2 | "zero 3"] [vllm | transformers]
+    torchrun --nproc-per-node 2 -m tests.benchmarks.two_gpus FOLDER-TO-MAKE SIZE TP [fsdp2 | "zero 3"] [vllm | sglang | transformers]
 
 What a broadcast is held against is measured in the same run (`broadcast_ways`): the ceiling is the all-gather of the same bytes in pieces,
 in the engine's dtype. Lines are appended to results/two_gpus.jsonl by rank 0. On a CPU it runs with the size `tiny`.
@@ -21,6 +21,7 @@ from rft.models import find_model
 from tests.benchmarks.broadcast_ways import all_gathers, broadcasts, by_bucket, other_ways, synchronised
 from tests.benchmarks.qwen import Size, random_model
 from tests.benchmarks.record import append
+from tests.benchmarks.turns import my_turn
 
 RANK = int(os.environ.get("RANK", "0"))
 SAMPLING = rft.Sampling(samples=8, max_new_tokens=128)
@@ -45,9 +46,12 @@ def specification(model: str, size: str, tp: int, backend: str, engine: str) -> 
     trainer: Any = rft.FSDP2Trainer(lr=0.0, keep_gathered=not large, gradient_checkpointing=large)
     if backend != "fsdp2":
         trainer = rft.DeepSpeedTrainer(stage=3, lr=0.0, gradient_checkpointing=large)
-    embedded = rft.TransformersEngine(max_model_len=256)
-    sampling: Any = rft.VLLMEngine(max_model_len=256, cache_bytes=cache, eager=large) if engine == "vllm" else embedded
-    return rft.LaunchSpec(model=model, engine=sampling, trainer=trainer, tensor_parallel=tp, deadline_s=300)
+    engines: dict[str, rft.EngineSpec] = {
+        "vllm": rft.VLLMEngine(max_model_len=256, cache_bytes=cache, eager=large),
+        "sglang": rft.SGLangEngine(max_model_len=256, cache_bytes=cache, attention=os.environ.get("RFT_BENCHMARK_ATTENTION")),
+        "transformers": rft.TransformersEngine(max_model_len=256),
+    }
+    return rft.LaunchSpec(model=model, engine=engines[engine], trainer=trainer, tensor_parallel=tp, deadline_s=900)
 
 
 def measured(spec: rft.LaunchSpec, size: str) -> dict[str, Any]:
@@ -56,6 +60,7 @@ def measured(spec: rft.LaunchSpec, size: str) -> dict[str, Any]:
         runtime = runtime_of(state)
         if size == "7B":  # moments and a broadcast's buckets do not both fit beside the engine's start
             state = rft.offload(state, rft.ACTOR_OPTIMIZER)
+        my_turn(runtime.world)
         took, state = broadcasts(state)
         row: dict[str, Any] = {"broadcast_ms": round(statistics.median(took[1:]) * 1e3, 2), "first_ms": round(took[0] * 1e3, 2)}
         for name, dtype in (("engine", runtime.engine.casts_to), ("trainer", None)):
