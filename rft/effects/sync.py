@@ -6,6 +6,7 @@ Until the manifest is agreed nothing has been touched. From then on a failure on
 """
 
 import dataclasses as dc
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from rft.engines.protocol import AdapterEngine
 from rft.errors import SyncFailed
 from rft.narrow import UNCUT, Narrows, shape_in
 from rft.state import Awake, Fresh, OnDevice, RuntimeState
-from rft.trainers.protocol import Adapted, Sending
+from rft.trainers.protocol import Adapted, Sending, TensorSpec
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -71,10 +72,14 @@ def _deliveries(runtime: Runtime) -> list[_Delivery]:
 
 def _require_agreement(runtime: Runtime, deliveries: Sequence[_Delivery]) -> None:
     """Raises `SyncFailed` before anything is touched, where this rank would send something else than another."""
-    digest = hashlib.sha256(repr([each.sent.manifest for each in deliveries]).encode()).hexdigest()
-    digests = runtime.lockstep.gather(digest)
-    if len(set(digests)) > 1:
+    digests = runtime.lockstep.gather([_digest(each.sent.manifest) for each in deliveries])
+    if any(digest != digests[0] for digest in digests):
         raise SyncFailed(f"broadcast(state): the ranks would send different tensors (manifests {digests}); nothing was touched")
+
+
+@functools.lru_cache(maxsize=8)
+def _digest(manifest: tuple[TensorSpec, ...]) -> str:
+    return hashlib.sha256(repr(manifest).encode()).hexdigest()
 
 
 def _require_room(state: RuntimeState[Any, Any, Any, Any], runtime: Runtime) -> None:

@@ -96,7 +96,7 @@ def _engine_class() -> "type[Engine]":
             "missing", f"SGLang is not installed, is too old, or cannot be imported here ({error}): pip install 'sglang>=0.5.17'"
         ) from error
     lacks = [name for name in ("run_scheduler_process_func", "collective_rpc", "resume_memory_occupation") if not hasattr(Engine, name)]
-    lacks += [name for name in ("custom_weight_loader", "nccl_port") if name not in _fields(ServerArgs)]
+    lacks += [name for name in ("custom_weight_loader", "nccl_port", "cuda_graph_backend_prefill") if name not in _fields(ServerArgs)]
     lacks += [name for name in ("weight_version",) if name not in _fields(UpdateWeightsFromTensorReqInput)]
     if lacks:
         raise Unfit("missing", f"this version of SGLang is too old: it has no {', no '.join(lacks)}; pip install 'sglang>=0.5.17'")

@@ -78,6 +78,8 @@ def _options(spec: SGLangEngine, model: ModelFolder, world: World) -> dict[str, 
         "max_running_requests": spec.max_rows,
         "max_total_tokens": spec.cache_bytes // bytes_per_token(spec, model.config, world.tp_size) - PAGE,
         "disable_cuda_graph": spec.eager or cpu,
+        # Graphs of prompts are kept where the memory saver cannot let them go; those of decoding, which are what matters, it can.
+        **({} if cpu else {"cuda_graph_backend_prefill": "disabled"}),
         "enable_memory_saver": not cpu,
         "custom_weight_loader": [LOADER],
         "sampling_backend": NAME,

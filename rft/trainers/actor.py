@@ -28,15 +28,18 @@ class Actor(Holder):
     def __init__(self, backend: Backend, passes: Passes, folder: ModelFolder) -> None:
         super().__init__(backend, passes, "the trainer")
         self.managed, self.dtype, self._backend, self._folder = backend.managed, passes.dtype, backend, folder
+        self._manifests = dict[torch.dtype | None, tuple[TensorSpec, ...]]()
         self._learner = Learner(backend=backend, passes=passes, shown=_shown)
 
     # ---- weights ----
 
     def manifest(self, dtype: torch.dtype | None = None) -> tuple[TensorSpec, ...]:
-        """See `Trainer`."""
-        shape_of, comes_in = self._backend.shape_of, self._backend.comes_in
-        named = self._backend.root.named().items()
-        return tuple(TensorSpec(name=n, shape=tuple(shape_of(t)), dtype=comes_in(t, dtype)) for n, t in named)
+        """See `Trainer`. Names, shapes and dtypes stay as they are, and are looked for once."""
+        if dtype not in self._manifests:
+            shape_of, comes_in = self._backend.shape_of, self._backend.comes_in
+            named = self._backend.root.named().items()
+            self._manifests[dtype] = tuple(TensorSpec(name=n, shape=tuple(shape_of(t)), dtype=comes_in(t, dtype)) for n, t in named)
+        return self._manifests[dtype]
 
     def stream_weights(self, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer`."""

@@ -155,7 +155,7 @@ class _Packed:
     def _pack(self, own: Tensor) -> None:
         """Casts and copies this rank's stretches to their slots."""
         each = zip(self.pieces, self._dtypes, own.split(self._slots), strict=True)
-        pairs = [(part[: len(p.own) * dtype.itemsize].view(dtype), p.own) for p, dtype, part in each if len(p.own)]
+        pairs = [(part[: p.own.numel() * dtype.itemsize].view(dtype), p.own) for p, dtype, part in each if p.own.numel()]
         copy_each([target for target, _ in pairs], [source for _, source in pairs])
 
 

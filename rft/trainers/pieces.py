@@ -62,9 +62,15 @@ def slot(size: int) -> int:
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Casts and copies each source, wherever it lies, to its target, in one go."""
-    if targets:
-        _copy_each(list(targets), [source.to(target.device, non_blocking=True) for target, source in zip(targets, sources, strict=True)])
+    """Casts and copies each source, wherever it lies, to its target: those that are alike in one go."""
+    alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        kind = target.dtype, source.dtype, target.stride() == source.stride()  # a single one that is not would have all go one by one
+        there, here = alike.setdefault(kind, ([], []))
+        there.append(target)
+        here.append(source.to(target.device, non_blocking=True))
+    for there, here in alike.values():
+        _copy_each(there, here)
 
 
 def end(works: list[Any]) -> None:

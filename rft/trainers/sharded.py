@@ -139,5 +139,5 @@ class Sharded:
 
 def local(tensors: list[Any]) -> list[Tensor]:
     """This rank's slices. (An engine may read them in inference mode, where a DTensor cannot be taken apart.)"""
-    with torch.inference_mode(False):
-        return [tensor.detach().to_local() for tensor in tensors]
+    with torch.inference_mode(False), torch.no_grad():  # without gradients DTensor gives what it holds, which takes a tenth of the time
+        return [tensor.to_local().detach() for tensor in tensors]

@@ -16,7 +16,7 @@ from rft.trainers import gathering
 from rft.trainers.protocol import TensorSpec
 
 REPEATS, MIB = 5, 2**20
-BUCKETS = (64, 256, 1024)
+BUCKETS = (256, 512, 1024)
 """MiB that travel together."""
 REFUSALS = (RuntimeError, AttributeError, TypeError, KeyError, ValueError, AssertionError)
 """What an engine's own loading raises where it cannot be called again."""
@@ -68,14 +68,21 @@ def _pieces(whole: int, size: int, ranks: int, device: torch.device) -> Callable
 
 
 def by_bucket(state: Any) -> tuple[Any, dict[str, Any]]:
-    """Broadcasts with buckets of each size, and the stream alone, in ms; and what a broadcast takes of the device, measured and planned."""
+    """Broadcasts with buckets of each size, the stream alone and its loading, in ms; and what a broadcast takes of the device, measured
+    and planned."""
     row: dict[str, Any] = {}
-    usual, trainer, engine = (gathering.BUCKET, transfer.BATCH), runtime_of(state).trainer, runtime_of(state).engine
+    usual, runtime = (gathering.BUCKET, transfer.BATCH), runtime_of(state)
+    trainer, engine = runtime.trainer, runtime.engine
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        return trainer.stream_weights(engine.casts_to, runtime.narrows)
+
     for size in BUCKETS:
         gathering.BUCKET, transfer.BATCH = size * MIB, 2 * size * MIB
         took, state = broadcasts(state)
         row[f"broadcast_{size}_mib_ms"] = round(statistics.median(took[1:]) * 1e3, 2)
-        row[f"stream_{size}_mib_ms"] = median_ms(lambda: drain(trainer.stream_weights(engine.casts_to)))
+        row[f"stream_{size}_mib_ms"] = median_ms(lambda: drain(stream()))
+        row[f"load_{size}_mib_ms"] = median_ms(lambda: engine.load(stream()))
         state, row[f"peak_{size}_mib"] = _peak(state)
     gathering.BUCKET, transfer.BATCH = usual
     return state, row
