@@ -18,7 +18,7 @@ from rft.ops.checksum import COLUMNS, WORD, checksum, multipliers
 Pair = tuple[Tensor, Tensor]
 """(target, source), of the same shape."""
 
-BATCH = 512 << 20
+BATCH = 1024 << 20
 """Bytes of sources that are waited for before a launch; so many are held at a time."""
 WORDS, ROUNDS, WARPS = 512, 32, 4
 """A program of the kernel takes ROUNDS times WORDS words; WORDS is less than `COLUMNS`, so that it passes their end once a round. These

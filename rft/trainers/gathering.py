@@ -19,7 +19,7 @@ from rft.narrow import UNCUT, Narrows, narrowed
 from rft.trainers.exchange import Exchanged, is_cut_for
 from rft.trainers.pieces import Gathering, Piece, copy_each, end, even_bounds, slot
 
-BUCKET = 256 << 20
+BUCKET = 512 << 20
 """Bytes of full tensors that travel together; a larger tensor has a bucket to itself."""
 
 # The same collective by the name that newer PyTorch gives it, or the one that it deprecates.
