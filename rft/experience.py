@@ -182,7 +182,8 @@ def assemble(*parts: tuple[Rollouts, Int64[Tensor, "row"]]) -> Rollouts:
     }
     images = _joined_images([(part.images, rows.tolist()) for part, rows in parts])
     name = "; ".join(f"{part.batch}: {','.join(map(str, rows.tolist()))}" for part, rows in parts)
-    batch = BatchId(f"assembled {hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}")
+    made_of = ", ".join(dict.fromkeys(part.batch for part, _ in parts))
+    batch = BatchId(f"assembled {hashlib.blake2b(name.encode(), digest_size=8).hexdigest()} ({made_of})")
     return Rollouts(batch=batch, sampling=parts[0][0].sampling, images=images, **tensors, **texts)
 
 

@@ -117,13 +117,15 @@ class BatchLogProbs:
 class OldLogProbs:
     """The only copy of the old log-probs of the batch in hand.
 
-    `version` is the Actor's at the time they were taken, `source` where they come from, `steps` counts the `train_step`s on them.
+    `version` is the Actor's at the time they were taken, `source` where they come from, `steps` counts the `train_step`s on them; `lag`
+    is how many versions older than that the oldest weights are that sampled the batch.
     """
 
     version: PolicyVersion
     batches: tuple[BatchLogProbs, ...]
     source: Literal["actor", "engine", "first_step"]
     steps: int = 0
+    lag: int = 0
 
     def __post_init__(self) -> None:
         if self.source == "first_step" and self.steps > 1:

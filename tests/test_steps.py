@@ -418,6 +418,14 @@ def test_what_is_not_finite_at_a_sampled_token_is_refused(begun: State, name: st
     _ = rft.train_step(state, dc.replace(minibatch, **{name: elsewhere}), rft.grpo())
 
 
+def test_rewards_that_are_not_finite_are_refused(begun: State) -> None:
+    state, rollouts = with_old(begun)
+    minibatch = scripted_minibatch(rollouts)
+    rewards = torch.full(minibatch.rewards.shape, 0.5).index_fill(0, torch.tensor([1]), torch.nan)
+    with refused(state, BadInput, "train_step(state, minibatch, objective)", "the rewards of rows [1] are not finite"):
+        _ = rft.train_step(state, dc.replace(minibatch, rewards=rewards), rft.grpo())
+
+
 def test_a_gradient_that_is_not_finite_leaves_the_state_living(begun: State) -> None:
     state, rollouts = with_old(begun)
 

@@ -128,7 +128,7 @@ def _facts(runtime: Runtime, state: RuntimeState[Any, Any, Any, Any], named: Map
         "format": FORMAT,
         "version": state.version,
         "generation": state.generation,
-        "generated": runtime.generated,
+        "generated": runtime.lineage.count,
         "ranks": runtime.world.size,
         "seed": runtime.spec.seed,
         "backend": runtime.trainer.name,
@@ -171,7 +171,7 @@ def restore(state: RuntimeState[Any, Any, Any, Any], folder: Path, run: Run) -> 
         named = named or _read_with_all_there(runtime, path, facts)
         for part, of in _parts(runtime).items():
             of.install({name.removeprefix(f"{part}."): tensor for name, tensor in named.items() if name.startswith(f"{part}.")})
-        runtime.generated = max(runtime.generated, facts["generated"])
+        runtime.lineage.rewind(PolicyVersion(facts["version"]), facts["generated"])
         runtime.watch.remember(facts["watch"])
         _to_places(state, runtime)
         if random is not None:

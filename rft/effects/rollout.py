@@ -40,9 +40,8 @@ def generate(state: RuntimeState[Any, Any, Any, Any], prompts: Prompts, sampling
         completions = first_token.generate(runtime.engine, shared.requests, sampling, _vocab(runtime))
     stops = StopStrings(runtime.model.tokenizer, sampling.stop)
     completions = [stops.cut(completion) for completion in shared.own(completions)]
-    runtime.generated, runtime.sampled_after = runtime.generated + 1, runtime.of_engine
-    batch = BatchId(f"{runtime.generated}@{state.generation} of {runtime.name}")
-    return _rollouts(runtime, batch, prompts, sampling, completions, version)
+    runtime.sampled_after = runtime.of_engine
+    return _rollouts(runtime, runtime.lineage.next_batch(state.generation), prompts, sampling, completions, version)
 
 
 def check_lag(state: RuntimeState[Any, Any, Any, Any], max_lag: int) -> None:

@@ -2,12 +2,12 @@
 
 import contextlib
 import dataclasses as dc
-import secrets
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rft.effects.lineage import Lineage
 from rft.effects.watch import Watch
 from rft.engines.protocol import Engine
 from rft.ledger import Ledger
@@ -70,7 +70,7 @@ class Runtime(Devices):
         self._engine = engine
         self.trace = Trace()
         self.watch = Watch(spec.probe_every, model)
-        self.name, self.generated = secrets.token_hex(3), 0
+        self.lineage = Lineage()
         self.damaged = set[Path]()
         """Checkpoints whose content a restore found to be another than was written."""
         self.of_engine, self.sampled_after = "launch", "launch"

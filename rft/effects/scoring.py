@@ -25,7 +25,7 @@ def compute(state: RuntimeState[Any, Any, Any, Any], rollouts: Sequence[Rollouts
     trainer = runtime.trainer
     values = [trainer.logprobs(r.tokens, r.mask, r.sampled, r.sampling.temperature or 1.0, r.images) for r in rollouts]
     batches = tuple(BatchLogProbs(batch=r.batch, values=each) for r, each in zip(rollouts, values, strict=True))
-    return OldLogProbs(version=state.version, batches=batches, source="actor")
+    return OldLogProbs(version=state.version, batches=batches, source="actor", lag=_lag(state, rollouts))
 
 
 def adopt(
@@ -37,7 +37,7 @@ def adopt(
             raise BadInput(f"adopt_logprobs(state, …, source={source!r}): source must be 'engine' or 'first_step'")
         _check("adopt_logprobs", state, rollouts, max_lag)
     batches = tuple(BatchLogProbs(batch=r.batch, values=r.logprobs if source == "engine" else None) for r in rollouts)
-    return OldLogProbs(version=state.version, batches=batches, source=source)
+    return OldLogProbs(version=state.version, batches=batches, source=source, lag=_lag(state, rollouts))
 
 
 def join(call: str, old: OldLogProbs, minibatch: Minibatch) -> Float32[Tensor, "batch seq"] | None:
@@ -69,6 +69,10 @@ def _joined(known: dict[Any, Tensor | None], minibatch: Minibatch) -> Float32[Te
     return joined
 
 
+def _lag(state: RuntimeState[Any, Any, Any, Any], rollouts: Sequence[Rollouts]) -> int:
+    return max((state.version - r.version for r in rollouts if r.sampled.any()), default=0)  # nothing is stale of a rank without prompts
+
+
 def _check(call: str, state: RuntimeState[Any, Any, Any, Any], rollouts: Sequence[Rollouts], max_lag: int) -> None:
     for r in rollouts:
         require_kind(f"{call}(state, *rollouts)", "each of rollouts", r, Rollouts)
@@ -77,7 +81,13 @@ def _check(call: str, state: RuntimeState[Any, Any, Any, Any], rollouts: Sequenc
     if len({r.batch for r in rollouts}) < len(rollouts):
         raise WrongBatch(f"{call}(state, *rollouts): the same batch was given twice: {', '.join(r.batch for r in rollouts)}")
     for r in rollouts:
-        if r.sampled.any() and state.version - r.version > max_lag:  # a rank that had no prompts has nothing that is stale
+        newest = int(r.versions[r.sampled].max()) if r.sampled.any() else 0
+        if newest > state.version or runtime_of(state).lineage.is_lost(r):
+            raise WrongBatch(
+                f"{call}(state, *rollouts): batch {r.batch} was sampled from version {newest} of other weights than this Actor, which is at "
+                f"version {state.version}, has or had: of another run, or of what a restore has taken back; sample anew"
+            )
+        if _lag(state, [r]) > max_lag:
             raise TooStale(
                 f"{call}(state, *rollouts, max_lag={max_lag}): batch {r.batch} was sampled from version {r.version}, and the Actor is at "
                 f"{state.version}; sample anew, or allow a larger max_lag (with a correction in the objective)"

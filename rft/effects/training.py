@@ -40,7 +40,7 @@ def step(
         objective, compared = _compared(objective, computed=old.source == "actor"), True
     with runtime.ledger.irreversible("runtime", but=(BadInput, NonFiniteGradient, RoleError, ShapeError)):
         metrics = runtime.trainer.step(minibatch, joined, objective)
-    if compared and runtime.has_engine:
+    if compared and runtime.has_engine and old is not None and not old.lag:  # of older weights the engine rightly said something else
         gaps, after = (metrics["engine_gap"], metrics["engine_gap_max"]), runtime.sampled_after
         runtime.watch.see_rollouts(*gaps, after, state.version, runtime.engine.dtype, runtime.trainer.dtype)
     return metrics
@@ -75,3 +75,5 @@ def _check_numbers(call: str, minibatch: Minibatch, old: Tensor | None) -> None:
             raise BadInput(
                 f"{call}: {name} are not finite at sampled tokens of rows {rows[:8]}; mend what gave them, or leave the rows out"
             )
+    if rows := (~minibatch.rewards.isfinite() & ~minibatch.demonstrated).nonzero()[:, 0].tolist():
+        raise BadInput(f"{call}: the rewards of rows {rows[:8]} are not finite; mend what gave them, or leave the rows out")

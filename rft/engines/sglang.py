@@ -219,7 +219,7 @@ class SGLang:
         return {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
+            "top_k": min(sampling.top_k, self._vocab) or -1,  # it keeps them as 32-bit numbers
             "min_p": sampling.min_p,
             "max_new_tokens": sampling.max_new_tokens,
             "stop_token_ids": [*self._ends, *sampling.stop_tokens],

@@ -5,11 +5,13 @@ import weakref
 from collections.abc import Generator
 from typing import Literal
 
-from rft.errors import ConsumedState, EngineFailed, EnginePoisoned, IllegalStep, RuntimeClosed, RuntimePoisoned
+from rft.errors import ConsumedState, EngineFailed, EnginePoisoned, IllegalStep, RanksDiverged, RuntimeClosed, RuntimePoisoned
 from rft.ledger.table import AnyState, Edge, describe, joint_of
 
 Faulty = Literal["engine", "runtime"]
 _NEVER_LIVED = "a copy, a pickle, a `replace`, a mapped tree or a state built by hand never lives"
+_LOST = RanksDiverged.__name__
+_NEW_JOB = "the ranks have lost each other: leave `launch`, start the job anew, and go on from the last checkpoint"
 _ANEW = "write: state, run = restore(state, folder, run), from the last checkpoint; or leave `launch` and start anew"
 
 
@@ -100,6 +102,9 @@ class Ledger:
             yield
         except but:
             raise
+        except RanksDiverged as error:  # no engine's failure, and nothing that takes all ranks leads on from it
+            self._fault = ("runtime", f"{_LOST}: {error}")
+            raise
         except BaseException as error:
             self._fault = (part, f"{type(error).__name__}: {error}")
             if not isinstance(error, Exception):
@@ -111,7 +116,8 @@ class Ledger:
 
     def _refuse_poisoned(self, edge: Edge, part: Faulty, cause: str) -> None:
         if part == "runtime":
-            raise RuntimePoisoned(f"{edge.name}(state): an earlier step failed half-way ({cause})\n  {_ANEW}")
+            advice = _NEW_JOB if cause.startswith(_LOST) else _ANEW
+            raise RuntimePoisoned(f"{edge.name}(state): an earlier step failed half-way ({cause})\n  {advice}")
         if edge.kind != "recovery":
             raise EnginePoisoned(
                 f"{edge.name}(state): the engine failed earlier ({cause})\n  write instead: state = recover(state)\n"

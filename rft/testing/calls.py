@@ -132,6 +132,8 @@ def _behind_engine(state: State, arguments: Arguments) -> Refusals:
 
 def _behind_rollouts(state: State, arguments: Arguments) -> Refusals:
     (rollouts,), named = arguments
+    if int(rollouts.versions.max()) > state.version:
+        return {WrongBatch}
     return {TooStale} if state.version - rollouts.version > named["max_lag"] else set()
 
 

@@ -41,7 +41,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rft import tree
 from rft.engines.faults import InjectedFault
 from rft.engines.scripted import scripted_logprob
-from rft.errors import ConsumedState, EngineFailed, EnginePoisoned, IllegalStep, RftError, RuntimeClosed, RuntimePoisoned
+from rft.errors import ConsumedState, EngineFailed, EnginePoisoned, IllegalStep, RftError, RuntimeClosed, RuntimePoisoned, WrongBatch
 from rft.experience import Rollouts
 from rft.ledger import joint_of, legal
 from rft.ledger.admission import living
@@ -59,6 +59,8 @@ from rft.testing.scripted import (
     scripted_snapshot,
 )
 
+SCORING = ("compute_old_logprobs", "adopt_logprobs")
+"""Steps that take a batch in hand, and refuse what a restore has taken back."""
 Disguise = Callable[[State], State]
 
 
@@ -112,6 +114,7 @@ class RuntimeWalk(RuleBasedStateMachine):
         self._poison: str | None = None
         self._company: Company | None = None
         self._average = 0.0
+        self._here, self._taken_back = list[Rollouts](), set[str]()
 
     @initialize(abilities=launches, beside=companies)
     def begin(self, abilities: dict[str, Any], beside: Company | None) -> None:
@@ -219,6 +222,7 @@ class RuntimeWalk(RuleBasedStateMachine):
     def _launch(self, abilities: dict[str, Any]) -> None:
         self._launches.close()
         self._poison, self._average = None, 0.0
+        self._here, self._taken_back = list[Rollouts](), set[str]()
         self._remember(self._launches.enter_context(scripted_launch(**abilities, beside=self._company)))
 
     def _remember(self, state: State) -> None:
@@ -258,6 +262,8 @@ class RuntimeWalk(RuleBasedStateMachine):
             return {EnginePoisoned}
         if call.edge.name in state.devices.cannot or not call.edge.allows(joint_of(self._living)):
             return {IllegalStep}
+        if arguments and call.step.__name__ in SCORING and arguments[0][0].batch in self._taken_back:
+            return {WrongBatch}
         return call.refusals(self._living, arguments) if arguments else set()
 
     def _led_here(self, state: State) -> bool:
@@ -295,6 +301,7 @@ class RuntimeWalk(RuleBasedStateMachine):
                 assert result.versions[result.sampled].unique().tolist() in ([self._living.weights.version], [])
                 assert torch.equal(result.logprobs, _exact(result, self._living.weights.version))
                 self._rollouts.append(result)
+                self._here.append(result)
             return
         follower = result[0] if isinstance(result, tuple) else result
         assert isinstance(follower, RuntimeState)
@@ -305,6 +312,8 @@ class RuntimeWalk(RuleBasedStateMachine):
             self._check_count(call, self._living, follower.old)
         if call.edge.kind in ("recovery", "restoration"):
             self._poison = None
+        if call.edge.kind == "restoration":
+            self._taken_back |= {each.batch for each in self._here if int(each.versions.max()) > follower.version}
         self._follow_average(call, follower)
         self._remember(follower)
 

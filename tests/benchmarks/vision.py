@@ -71,7 +71,7 @@ def one_batch(state: Any, prompts: rft.Prompts, seen: dict[str, list[float]]) ->
     seen["gap_mean"].append(float(gaps.mean()))
     seen["gap_max"].append(float(gaps.max()))
     seen["grad_norm"].append(float(metrics["grad_norm"]))
-    seen["rows_of_images"].append(len(images))
+    seen["images_of_rows"].append(len(images))
     seen["new_tokens"].append(int(rollouts.sampled.sum()))
     for span in rft.health(state).spans[-6:]:
         seen[f"{span.name}_s"].append(round(span.end_s - span.start_s, 3))

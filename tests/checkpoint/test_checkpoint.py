@@ -18,7 +18,7 @@ import rft
 from rft.checkpoint import folder, manifest, tensors
 from rft.data.prompts import Cursor
 from rft.effects.runtime import runtime_of
-from rft.errors import BadInput, CheckpointFailed, RoleError
+from rft.errors import BadInput, CheckpointFailed, RoleError, WrongBatch
 from rft.ledger import joint_of
 from rft.steps import restore, save
 from rft.testing import scripted_devices, scripted_launch
@@ -72,6 +72,29 @@ def test_batches_are_numbered_on_and_the_watch_goes_on_watching(saved: State, tm
         remembered = {"wakes": 1, "recent": {"probe": [0.0], "rollouts": [0.0]}}
         assert runtime_of(state).watch.memory() == runtime_of(saved).watch.memory() == remembered
         assert sampled(rft.refresh(state)).batch.startswith("2@")
+
+
+@pytest.mark.parametrize("as_they_are", [True, False], ids=["as sampled", "assembled"])
+def test_what_a_restore_took_back_is_of_another_actor(begun: State, tmp_path: Path, as_they_are: bool) -> None:
+    def in_hand(state: State) -> tuple[State, rft.Rollouts]:
+        rollouts = sampled(state := rft.refresh(state))
+        return rft.sleep(state), rollouts if as_they_are else rft.assemble((rollouts, torch.arange(len(rollouts))))
+
+    state, before = in_hand(begun)
+    _ = save(state, tmp_path, RUN)
+    state, taken_back = in_hand(stepped(state))
+    state, _ = restore(state, tmp_path, FRESH)
+    assert state.version < taken_back.version
+    for again in range(2):  # the second time there is an Actor of that version again, with other weights
+        with refused(state, WrongBatch, "compute_old_logprobs", f"sampled from version {taken_back.version} of other weights"):
+            _ = rft.compute_old_logprobs(state, taken_back)
+        with refused(state, WrongBatch, "adopt_logprobs", "of what a restore has taken back"):
+            _ = rft.adopt_logprobs(state, taken_back, source="engine")
+        if not again:
+            state = stepped(state)
+    state, after = in_hand(state)
+    assert after.version == taken_back.version
+    _ = rft.compute_old_logprobs(state, before, after, max_lag=1)
 
 
 def test_saving_changes_nothing_and_the_state_lives_on(begun: State, tmp_path: Path) -> None:

@@ -265,6 +265,17 @@ def test_a_step_tells_how_far_engine_and_trainer_are_apart(begun: State, source:
         assert "engine_gap" not in metrics, "the old log-probs are the engine's, and the new ones of another Actor"
 
 
+def test_what_older_weights_sampled_is_reported_and_no_alarm(begun: State) -> None:
+    ready = rft.refresh(begun)
+    old, new = shifted(sampled(ready), 5.0), sampled(ready)
+    state, _ = rft.train_step(rft.compute_old_logprobs(ready, new), scripted_minibatch(new), rft.grpo())
+    state = rft.compute_old_logprobs(rft.finish_batch(state), old, max_lag=1)
+    seen = len(rft.health(state).gaps)
+    state, metrics = rft.train_step(state, scripted_minibatch(old), rft.grpo())
+    assert metrics["engine_gap"] > 1
+    assert len(rft.health(state).gaps) == seen
+
+
 def test_an_alarm_names_what_the_engine_did_before_it_sampled(begun: State, caplog: pytest.LogCaptureFixture) -> None:
     state = begun
     for round in range(MEMORY + 1):
