@@ -84,8 +84,8 @@ def _check(call: str, state: RuntimeState[Any, Any, Any, Any], rollouts: Sequenc
         newest = int(r.versions[r.sampled].max()) if r.sampled.any() else 0
         if newest > state.version or runtime_of(state).lineage.is_lost(r):
             raise WrongBatch(
-                f"{call}(state, *rollouts): batch {r.batch} was sampled from version {newest} of other weights than this Actor, which is at "
-                f"version {state.version}, has or had: of another run, or of what a restore has taken back; sample anew"
+                f"{call}(state, *rollouts): batch {r.batch} was sampled from version {newest} of other weights than this Actor has or had, "
+                f"which is at version {state.version}: of another run, or of what a restore has taken back; sample anew"
             )
         if _lag(state, [r]) > max_lag:
             raise TooStale(

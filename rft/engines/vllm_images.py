@@ -44,7 +44,7 @@ def options(model: ModelFolder) -> dict[str, Any]:
 def require_images(llm: "LLM") -> None:
     """Raises `MissingEngine` for a vLLM that cannot be given what is processed already."""
     if not hasattr(llm, "wait_for_completion"):
-        raise MissingEngine("this vLLM is too old for models that take images: pip install 'vllm>=0.32'")
+        raise MissingEngine("this vLLM is too old for models that take images: pip install 'vllm>=0.26'")
 
 
 def run(

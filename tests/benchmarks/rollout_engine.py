@@ -51,17 +51,23 @@ def main(folder: str, size: str = "0.5B", engine: str = "sglang", prompts: str =
     my_turn(world)
     shapes = {names[0]: shape for names, shape in shapes_of(config_of(cast(Size, size))).items()}
     masters = {name: torch.randn(shape, device=world.device) * 0.02 for name, shape in shapes.items()}
-    row |= synced(built, masters) | slept(built, masters) | sampled(built, other, int(prompts), int(tokens))
+    for found in (lambda: synced(built, masters), lambda: slept(built, masters), lambda: sampled(built, other, int(prompts), int(tokens))):
+        row |= shown(found())
     masters.clear()
     built.close()
-    row["without_it_mib"] = device_mib()
+    row |= shown({"without_it_mib": device_mib()})
     if other is not None:
-        row |= other.ask(verb="load", shapes=shapes)
-        row |= other.ask(verb="sleep") if world.device.type == "cuda" else {}
+        row |= shown(other.ask(verb="load", shapes=shapes))
+        row |= shown(other.ask(verb="sleep")) if world.device.type == "cuda" else {}
         other.close()
+    append("rollout_engine", row)
+
+
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    """The same; printed at once, so that it is there whatever comes after it."""
     for name, value in row.items():
         print(f"{name:34} {value}", flush=True)
-    append("rollout_engine", row)
+    return row
 
 
 def synced(engine: Engine, masters: Masters) -> dict[str, Any]:
