@@ -1,12 +1,18 @@
 """How SGLang's process is started where SGLang is too old or its port is taken; SGLang itself is not needed for that."""
 
+import dataclasses as dc
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from rft.engines import sglang_process
+import rft
+from rft.engines import sglang_options, sglang_process
 from rft.errors import EngineFailed, MissingEngine
+from rft.models import find_model
+from rft.testing.models import tiny_model
+from rft.testing.scripted import alone
 
 RECORD = "import dataclasses\n\n@dataclasses.dataclass\nclass {}:\n    {}: str\n"
 OLD = {
@@ -28,9 +34,19 @@ def test_one_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             (folder / "__init__.py").touch()
         _ = file.write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    lacking = "run_scheduler_process_func, no resume_memory_occupation, no custom_weight_loader, no weight_version"
+    lacking = "run_scheduler_process_func, no resume_memory_occupation, no custom_weight_loader, no cuda_graph_backend_prefill, no weight_version"
     with pytest.raises(MissingEngine, match=rf"too old: it has no {lacking}; pip install 'sglang>=0\.5\.17'"):
         _ = sglang_process.start(SETTINGS, timeout_s=120)
+
+
+@pytest.mark.parametrize(("device", "prompts"), [("cuda:1", "disabled"), ("cpu", None)])
+def test_graphs_are_those_that_the_memory_saver_can_let_go(tmp_path: Path, device: str, prompts: str | None) -> None:
+    world = dc.replace(alone(), device=torch.device(device))
+    given = sglang_options.settings(rft.SGLangEngine(), find_model(str(tiny_model(tmp_path))), world, [])
+    options, environment = given["options"], given["environment"]
+    assert options.get("cuda_graph_backend_prefill") == prompts
+    assert (options["enable_memory_saver"], "SGLANG_MEMORY_SAVER_CUDA_GRAPH" in environment) == (bool(prompts), bool(prompts))
+    assert options["base_gpu_id"] == (1 if prompts else 0)
 
 
 @pytest.fixture
