@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from rft.data.minibatches import Cut, minibatches
-from rft.errors import BadInput, ConsumedState, IllegalStep, ShapeError, TooFewGroups
+from rft.errors import BadInput, ConsumedState, IllegalStep, PeerFailed, ShapeError, TooFewGroups
 from rft.experience import Experience, Prompts, Rollouts, assemble
 from rft.ledger.admission import living
 from rft.objectives import Objective
@@ -111,7 +111,7 @@ def collect_groups(
     The first `wanted.groups` of them are kept, in order, as rollouts of their own; what is left over goes, as it would be stale by the
     next step. The k-th batch is sampled with draw k, so a prompt that comes again gets other responses; once it is kept, it is not
     kept again. Collective: all ranks take equally many batches of prompts. Raises `TooFewGroups`, with the state living, and
-    `BadInput` where `batches` ends too early.
+    `BadInput` where `batches` ends too early, and `PeerFailed` on the other ranks then.
 
     Known as: verl `algorithm.filter_groups`; OpenRLHF `--dynamic_filtering`; LightRFT `--dynamic_sampling`.
     Source: Yu et al., DAPO, https://arxiv.org/abs/2503.14476
@@ -120,7 +120,7 @@ def collect_groups(
     parts, missing = list[tuple[Collected, Int64[Tensor, "row"]]](), wanted.groups
     taken = torch.zeros(0, dtype=torch.int64)
     for attempt in range(wanted.bound):
-        collected = collect(state, _next(batches), sampling, reward, draw=attempt)
+        collected = collect(state, _next(state, batches), sampling, reward, draw=attempt)
         ids = collected.rollouts.groups
         rows = _first_groups(ids, _kept(wanted, collected) & ~torch.isin(ids, taken), missing)
         parts.append((collected, rows))
@@ -145,11 +145,15 @@ def _require_iterator(batches: object) -> None:
         )
 
 
-def _next(batches: Iterator[Prompts]) -> Prompts:
-    try:
-        return next(batches)
-    except StopIteration:
-        raise BadInput("collect_groups(state, batches, …): there are no prompts left; give an iterator that goes on") from None
+def _next(state: RuntimeState[Awake, Fresh, A, O], batches: Iterator[Prompts]) -> Prompts:
+    """This rank's next batch. Raises `BadInput` where there is none, and `PeerFailed` on the other ranks then."""
+    prompts = next(batches, None)
+    ended = average(state, {"ended": [prompts is None]})["ended"]  # on any rank
+    if prompts is None:
+        raise BadInput("collect_groups(state, batches, …): there are no prompts left; give an iterator that goes on")
+    if ended:
+        raise PeerFailed("collect_groups(state, batches, …): another rank has no prompts left; give every rank an iterator that goes on")
+    return prompts
 
 
 def _kept(wanted: Wanted, collected: Collected) -> Bool[Tensor, "batch"]:

@@ -22,7 +22,8 @@ def record(
     Every step taken inside is a phase of the run. `config` is a dataclass, shown in the report; `steps` is how many times `log` will be
     called, from the first launch on. A run that goes on says how many are `done`, 0 included: what the folder has of those stays, and
     what it has of later ones goes, since they come again. At the end, however it comes, the report is written. Raises `BadInput` where
-    the folder holds a run and this one is new, and `PeerFailed` on the other ranks then.
+    the folder holds a run and this one is new, and `PeerFailed` on the other ranks then. What cannot be written later, to a full disk
+    say, is left out and said once: it ends no training.
     """
     runtime = runtime_of(state)
     with contextlib.ExitStack() as stack:

@@ -1,8 +1,8 @@
 """The user's own tree to plain data and back: records, tuples, dicts and lists of tensors, numbers, strings and None.
 
 What was saved decides the structure; a template of the same structure gives the classes of its records and the devices of its tensors.
-Lists and dicts may have grown since, and what was None may be there now. Nothing is pickled: what is more than data is refused where it
-is saved.
+Lists and dicts may have grown since, what was None may be there now, and a number may be of another kind. Nothing is pickled: what is
+more than data is refused where it is saved.
 """
 
 import dataclasses as dc
@@ -72,6 +72,8 @@ def _plain(value: Any, path: str, tensors: dict[str, Tensor], marks: dict[str, s
         return {"tensor": path}
     marks[path] = type(value).__qualname__
     if _is_record(value):
+        for name in (name for name in _fields(value) if not hasattr(value, name)):
+            raise _refusal(f"{path}.{name}", "has no value yet")
         fields = {name: _plain(getattr(value, name), f"{path}.{name}", tensors, marks) for name in _fields(value)}
         return {"record": marks[path], "fields": fields}
     if type(value) in SEQUENCES.values():
@@ -115,7 +117,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _fields(record: Any) -> list[str]:
-    return [field.name for field in dc.fields(record) if field.init] if dc.is_dataclass(record) else list(record._fields)
+    return [field.name for field in dc.fields(record)] if dc.is_dataclass(record) else list(record._fields)
 
 
 # ---- and back ----
@@ -128,11 +130,11 @@ def from_plain(plain: Plain, template: object) -> Any:
 
 def _tree(saved: Any, template: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if not isinstance(saved, dict):
-        _require(saved is None or _takes_scalars(template), path, repr(saved), template)
+        _require(saved is None or _takes(template, text=isinstance(saved, str)), path, repr(saved), template)
         return saved
     kind, content = next(iter(cast(dict[str, Any], saved).items()))
     if kind == "float":
-        _require(_takes_scalars(template), path, content, template)
+        _require(_takes(template, text=False), path, content, template)
         return float(content)
     if kind == "tensor":
         return _tensor(tensors[content], template, path)
@@ -143,8 +145,9 @@ def _tree(saved: Any, template: Any, path: str, tensors: dict[str, Tensor]) -> A
     return _sequence(kind, content, template, path, tensors)
 
 
-def _takes_scalars(template: object) -> bool:
-    return template is None or type(template) in SCALARS
+def _takes(template: object, *, text: bool) -> bool:
+    """Whether a text, or else a number, may come where the template has this: numbers of all kinds are alike."""
+    return template is None or (type(template) in SCALARS and isinstance(template, str) == text)
 
 
 def _tensor(tensor: Tensor, template: Any, path: str) -> Tensor:
@@ -156,8 +159,12 @@ def _tensor(tensor: Tensor, template: Any, path: str) -> Tensor:
 def _record(name: str, fields: dict[str, Any], template: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     known = _is_record(template) and type(template).__qualname__ == name and set(_fields(template)) == set(fields)
     _require(known, path, f"{name}({', '.join(fields)})", template)
-    values = {field: _tree(item, getattr(template, field), f"{path}.{field}", tensors) for field, item in fields.items()}
-    return type(template)(**values)
+    values = {field: _tree(item, getattr(template, field, None), f"{path}.{field}", tensors) for field, item in fields.items()}
+    later = {field.name for field in dc.fields(template) if not field.init} if dc.is_dataclass(template) else set[str]()
+    record = type(template)(**{field: value for field, value in values.items() if field not in later})
+    for field in later:
+        object.__setattr__(record, field, values[field])  # what the record made of it at first is older
+    return record
 
 
 def _dict(entries: dict[Any, Any], template: Any, path: str, tensors: dict[str, Tensor]) -> dict[Any, Any]:

@@ -63,8 +63,8 @@ def train_critic(state: State, minibatch: Minibatch, objective: ValueObjective) 
     call = "train_critic(state, minibatch, objective)"
     runtime = runtime_of(state)
     with runtime.lockstep.agreement():
-        require_here(call, state, CRITIC)
-        require_here(call, state, CRITIC_OPTIMIZER)
+        require_here(call, state, CRITIC, observing=False)
+        require_here(call, state, CRITIC_OPTIMIZER, observing=False)
         require_kind(call, "minibatch", minibatch, Minibatch)
         _check(call, minibatch, objective)
     require_room(call, state, needed_to_train(state, minibatch.mask, role=CRITIC))
@@ -76,18 +76,22 @@ def update_ema(state: State) -> None:
     """average <- decay · average + (1 - decay) · Actor."""
     runtime = runtime_of(state)
     with runtime.lockstep.agreement():
-        require_here("update_ema(state)", state, EMA)
+        require_here("update_ema(state)", state, EMA, observing=False)
     spec = runtime.spec.ema
     assert spec is not None
     with runtime.ledger.irreversible("runtime"):
         runtime.beside.frozen[EMA].mix(runtime.trainer.stream_weights(), 1 - spec.decay)
 
 
-def require_here(call: str, state: State, role: Role) -> None:
-    """Raises `RoleError` where `role` is not there, or not on the device; so it does where it is part of an Actor that is away."""
+def require_here(call: str, state: State, role: Role, *, observing: bool = True) -> None:
+    """Raises `RoleError` where `role` is not there, or not on the device; so it does where it is part of an Actor that is away.
+
+    Only what observes is told of `use`, which refuses transitions.
+    """
     name = spelled(role)
     if state.roles.of(role).where != "device":
-        raise RoleError(f"{call}: {name} is on the host; write instead: state = reload(state, {name}), or `use`")
+        instead = f"state = reload(state, {name})" + (", or `use`" if observing else "")
+        raise RoleError(f"{call}: {name} is on the host; write instead: {instead}")
     if role in runtime_of(state).beside.by_actor and type(state.actor) is not OnDevice:
         raise RoleError(f"{call}: {name} is computed by the Actor, which is offloaded; write before it: state = reload_actor(state)")
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rft.checkpoint import folder as folders
 from rft.checkpoint import manifest, randomness, tensors, values
+from rft.effects.alike import require_alike, require_one_tree
 from rft.effects.runtime import Runtime, runtime_of
 from rft.errors import BadInput, CheckpointFailed, RoleError
 from rft.state import ACTOR_OPTIMIZER, CRITIC, CRITIC_OPTIMIZER, EMA, OnDevice, PolicyVersion, RuntimeState
@@ -51,11 +52,13 @@ class Restored(Generic[Run]):
 def save(state: RuntimeState[Any, Any, Any, Any], folder: Path, run: object, keep: int) -> Path:
     """Writes a checkpoint, and removes those older than the newest `keep`."""
     runtime = runtime_of(state)
-    with runtime.lockstep.agreement():
+    with runtime.lockstep.agreement() as exchange:
         if type(keep) is not int or keep < 1:
             raise BadInput(f"{SAVE}: keep must be an int of at least 1, got {keep!r}")
         plain = values.to_plain(run)
-    _require_alike(runtime, plain)
+        exchange.own = {"folder": str(folder), "keep": keep}
+    require_alike(SAVE, exchange.everywhere)
+    require_one_tree(SAVE, runtime, plain)
     partial = _on_rank_0(runtime, f"{SAVE}: {UNWRITTEN}", lambda: folders.begin(folder, state.version))
     try:
         named = _saved(runtime)
@@ -67,19 +70,6 @@ def save(state: RuntimeState[Any, Any, Any, Any], folder: Path, run: object, kee
     if runtime.world.rank == 0:
         folders.keep_newest(folder, keep, runtime.damaged)
     return path
-
-
-def _require_alike(runtime: Runtime, plain: values.Plain) -> None:
-    """Raises `BadInput` where the ranks bring different trees: only one of them is kept."""
-    if len(set(runtime.lockstep.gather(plain.digest()))) == 1:
-        return
-    first, *others = runtime.lockstep.gather(plain.marks)
-    ranks = enumerate(others, start=1)
-    rank, path = next((rank, path) for rank, marks in ranks for path in sorted(first | marks) if first.get(path) != marks.get(path))
-    raise BadInput(
-        f"{SAVE}: {path} is {first.get(path)} on rank 0 and {others[rank - 1].get(path)} on rank {rank}; a run is one tree, alike on all "
-        "ranks: bring what each rank has of its own together first (all_rows, average)"
-    )
 
 
 def _saved(runtime: Runtime) -> dict[str, Tensor]:
@@ -158,6 +148,7 @@ def _model_type(runtime: Runtime) -> str | None:
 def restore(state: RuntimeState[Any, Any, Any, Any], folder: Path, run: Run) -> Restored[Run]:
     """Goes on from the newest whole checkpoint: engine at rest, Actor on the device, other roles where `state` has them."""
     runtime = runtime_of(state)
+    require_alike(RESTORE, runtime.lockstep.gather({"folder": str(folder)}))
     path = _newest_whole(runtime, folder)
     with runtime.lockstep.agreement(), _named_failure(f"{RESTORE}: {UNREAD}"):
         facts: dict[str, Any] = json.loads((path / FACTS).read_bytes())

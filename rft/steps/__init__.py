@@ -270,7 +270,8 @@ def save(state: RuntimeState[Any, Any, Any, NoOld], folder: Path | str, run: obj
     Of the runtime: Actor, EMA and Critic with their optimizers and schedules, counters, every rank's random states. `run` is a tree of
     dataclasses, tuples, lists and dicts of tensors, int, float, bool, str and None (cursors, coefficients, running statistics), alike on
     all ranks. It is written aside and renamed, so a kill at any moment leaves what was there; then the newest `keep` stay. Raises
-    `BadInput` with the path of what cannot be saved, `RoleError` where a backend must have a part on the device, `CheckpointFailed`.
+    `BadInput` with the path of what cannot be saved, and where ranks bring different arguments; `RoleError` where a backend must have a
+    part on the device; `CheckpointFailed`.
     """
     return checkpoint.save(state, Path(folder), run, keep)
 
@@ -283,9 +284,9 @@ def restore(
 
     `run` is a tree like the saved one, which gives the classes of its records and the devices of its tensors. Any state of this launch may
     be given, a used-up one too; roles go where it has them. The number of ranks may be another, and the backend. Checkpoints that were cut
-    off or damaged are passed over, and said. Raises `BadInput` where there is none, where `folder` is a checkpoint itself, and for one
-    of another model, with the names of the tensors that differ or the path of the value; `CheckpointFailed` where it cannot be read.
-    Nothing has been touched then.
+    off or damaged are passed over, and said. Raises `BadInput` where there is none, where `folder` is a checkpoint itself or not the same
+    on all ranks, and for one of another model, with the names of the tensors that differ or the path of the value; `CheckpointFailed`
+    where it cannot be read. Nothing has been touched then.
     """
     back = checkpoint.restore(state, Path(folder), run)
     return restored_state(state, back.actor, back.version, generation=back.generation), back.run
@@ -340,8 +341,9 @@ def over_ranks(state: RuntimeState[Any, Any, Any, Any], function: Callable[..., 
 def export(state: RuntimeState[Any, Any, Any, Any], path: Path | str, /, *, role: Role | None = None) -> Path:
     """Writes the Actor as an ordinary Hugging Face folder with its tokenizer, sharded weights gathered; rank 0 writes.
 
-    With `role=EMA` it is the moving average, on the host too. Raises `RoleError` for a role that is no such model, `BadInput` where it
-    cannot be written.
+    With `role=EMA` or `role=REFERENCE` it is that model instead, on the host too. Raises `RoleError` for any other role, for one that the
+    launch does not have, and for the Reference of an Actor with LoRA, which is `LaunchSpec.model` as it was; `BadInput` where it cannot
+    be written, or ranks name different folders.
     """
     return exporting.export(state, Path(path), role)
 
@@ -350,6 +352,6 @@ def export(state: RuntimeState[Any, Any, Any, Any], path: Path | str, /, *, role
 def export_adapter(state: RuntimeState[Any, Any, Any, Any], path: Path | str, /) -> Path:
     """Writes the adapter of an Actor with LoRA as a peft folder, which `PeftModel.from_pretrained` loads; rank 0 writes.
 
-    Raises `BadInput` where the Actor has none, or it cannot be written.
+    Raises `BadInput` where the Actor has none, it cannot be written, or ranks name different folders.
     """
     return exporting.export_adapter(state, Path(path))

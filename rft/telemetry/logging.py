@@ -1,5 +1,6 @@
 """Log lines that say which rank they are of."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -9,7 +10,8 @@ class _Stderr(logging.Handler):
     """Writes to whatever stderr is at the moment, so that a live view can put lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a log that goes to a full disk, or to a terminal that is gone, ends no training
+            print(self.format(record), file=sys.stderr, flush=True)
 
 
 def set_up_logging(level: int = logging.INFO) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 from rft.errors import BadInput
 
-RUN, METRICS, PHASES, SAMPLES, PLAN = "run.json", "metrics.jsonl", "phases.jsonl", "samples.jsonl", "plan.json"
-"""The files of a run folder, beside `tensorboard/` and `report.html`."""
+RUN, PLAN, REPORT = "run.json", "plan.json", "report.html"
+METRICS, PHASES, SAMPLES = "metrics.jsonl", "phases.jsonl", "samples.jsonl"
+"""The files of a run folder, beside `tensorboard/`."""
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -65,9 +66,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def cut_lines(path: Path, step: int) -> None:
     """Leaves of a file of JSON lines those of the steps before `step`; a last line that was cut off goes too."""
     kept = [line for line in read_lines(path) if line["step"] < step]
-    written = path.with_name(path.name + ".partial")
-    _ = written.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    _ = written.replace(path)
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file aside and renames it: what lay there stays until all of the new one is written. Raises `OSError`."""
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        _ = aside.write_text(text, encoding="utf-8")
+        _ = aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def read_run(folder: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 `python -m rft.telemetry.report FOLDER` makes it again, for a run that was killed before it could.
 """
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -14,7 +13,7 @@ from rft.errors import RftError
 from rft.telemetry.figures import curve, timeline
 from rft.telemetry.live import clock, label, number
 from rft.telemetry.memory import Compared, Peak, compared
-from rft.telemetry.records import METRICS, PHASES, SAMPLES, Phase, read_lines, read_plan, read_run
+from rft.telemetry.records import METRICS, PHASES, REPORT, SAMPLES, Phase, read_lines, read_plan, read_run, write_whole
 
 TIMELINE_STEPS = 100
 """So many of the last steps are in the timeline: more bars than this are a smear."""
@@ -25,9 +24,8 @@ CURVES = ("reward", "accuracy", "length", "entropy", "kl", "engine_kl", "loss", 
 
 def write_report(folder: Path) -> Path:
     """Writes `report.html` into a run folder, aside and renamed, and returns its path. Raises `BadInput` for another folder."""
-    page, aside = folder / "report.html", folder / ".report.html.part"
-    _ = aside.write_text(_page(folder), encoding="utf-8")
-    os.replace(aside, page)
+    page = folder / REPORT
+    write_whole(page, _page(folder))
     return page
 
 
@@ -78,7 +76,8 @@ def _facts(run: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list
 def _change(metrics: Sequence[Mapping[str, Any]], name: str) -> str | None:
     values = [line[name] for line in metrics if line.get(name) is not None]
     as_written = ".0%" if name == "accuracy" else ".2f"
-    return f"{values[0]:{as_written}} → {values[-1]:{as_written}}" if values else None
+    ends = values if len(values) < 2 else (values[0], values[-1])
+    return " → ".join(f"{value:{as_written}}" for value in ends) or None
 
 
 def _totals(phases: Sequence[Phase]) -> list[tuple[str, float, float]]:

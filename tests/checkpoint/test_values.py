@@ -36,6 +36,21 @@ class Run:
     derived: int = dc.field(init=False, default=7)
 
 
+@dc.dataclass(slots=True)
+class Best:
+    step: int = 0
+    best: float = dc.field(init=False, default=0.0)
+    where: Cursor = dc.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.where = Cursor(epoch=self.step)
+
+
+@dc.dataclass
+class Later:
+    value: int = dc.field(init=False)
+
+
 def full() -> Run:
     """A run with something of everything in it."""
     return Run(
@@ -98,6 +113,26 @@ def test_what_has_grown_comes_back_and_records_in_it_are_of_the_first_ones_class
     assert same(back, grown)
 
 
+def test_fields_that_the_constructor_does_not_take_come_back_too(tmp_path: Path) -> None:
+    tree = Best(step=3)
+    tree.best, tree.where = 0.5, Cursor(epoch=1, position=7)
+    back = through_the_disk(tree, Best(), tmp_path)
+    assert back == tree
+    assert values.to_plain(tree).digest() != values.to_plain(Best(step=3)).digest()
+    frozen = full()
+    object.__setattr__(frozen, "derived", 8)
+    assert through_the_disk(frozen, fresh(), tmp_path).derived == 8
+    later = Later()
+    later.value = 4
+    assert through_the_disk(later, Later(), tmp_path) == later
+
+
+def test_numbers_of_other_kinds_are_alike_and_none_becomes_anything(tmp_path: Path) -> None:
+    tree = {"whole": 1, "real": 0.5, "yes": True, "nan": float("inf"), "none": None, "text": None, "number": "x"}
+    template = {"whole": 0.0, "real": 0, "yes": 0, "nan": 0, "none": 3, "text": "x", "number": None}
+    assert through_the_disk(tree, template, tmp_path) == tree
+
+
 def test_a_gradient_is_not_kept(tmp_path: Path) -> None:
     back = through_the_disk(torch.ones(2, requires_grad=True), torch.zeros(2), tmp_path)
     assert not back.requires_grad
@@ -119,6 +154,7 @@ def test_a_gradient_is_not_kept(tmp_path: Path) -> None:
         (torch.ones(2, dtype=torch.complex64), "run is a Tensor of torch.complex64"),
         (torch.ones(2, 2).to_sparse(), "run is a Tensor of torch.float32 and torch.sparse_coo"),
         (b"bytes", "run is a builtins.bytes"),
+        ([Later()], "run[0].value has no value yet"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_by_its_path(tree: object, says: str) -> None:
@@ -152,6 +188,10 @@ class Other:
         (torch.zeros(2), 3, "run is a tensor of torch.float32 in the checkpoint, and int 3"),
         (3, torch.zeros(2), "run is 3 in the checkpoint, and a tensor of torch.float32"),
         (float("nan"), [], "run is nan in the checkpoint, and list []"),
+        ({"a": 1, "b": "x"}, {"a": "s", "b": 3}, "run['a'] is 1 in the checkpoint, and str 's'"),
+        (["x"], [3], "run[0] is 'x' in the checkpoint, and int 3"),
+        (float("inf"), "s", "run is inf in the checkpoint, and str 's'"),
+        ("inf", 1.5, "run is 'inf' in the checkpoint, and float 1.5"),
         (Pair(1, torch.ones(1)), (1, torch.ones(1)), "run is Pair(left, right) in the checkpoint, and tuple (1,"),
     ],
 )

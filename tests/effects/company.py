@@ -72,7 +72,7 @@ def test_log_probs_are_those_of_the_role(seen: list[dict[str, Any]], models: Pat
 def test_a_role_on_the_host_is_not_used(seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         assert rank["company"]["refused"] == [
-            "RoleError: update_ema(state): EMA is on the host; write instead: state = reload(state, EMA), or `use`",
+            "RoleError: update_ema(state): EMA is on the host; write instead: state = reload(state, EMA)",
             "RoleError: reference_logprobs(state, rollouts, role=REFERENCE): REFERENCE is on the host; write instead: state = "
             "reload(state, REFERENCE), or `use`",
         ]

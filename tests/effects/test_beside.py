@@ -53,6 +53,19 @@ def test_what_is_not_there_is_refused_before_anything_runs(ask: Any, says: str) 
             _ = ask(state, rollouts)
 
 
+def test_transitions_are_not_sent_to_use_which_refuses_them() -> None:
+    with scripted_launch(beside="own") as begun:
+        rollouts = sampled(rft.refresh(begun))
+        state = rft.living(begun)
+        for role, step in (
+            ("EMA", rft.update_ema),
+            ("CRITIC", lambda state: rft.train_critic(state, scripted_minibatch(rollouts), critic_loss())),
+        ):
+            with pytest.raises(rft.RoleError) as caught:
+                _ = step(state)
+            assert str(caught.value).endswith(f"{role} is on the host; write instead: state = reload(state, {role})")
+
+
 def test_a_launch_without_company_has_none() -> None:
     with scripted_launch() as begun:
         state = rft.refresh(begun)

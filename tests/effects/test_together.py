@@ -54,6 +54,15 @@ def test_rows_that_do_not_fit_on_one_rank_are_refused_on_all(seen: list[dict[str
     assert seen[1]["refused"].startswith("ShapeError: over_ranks(state, function, *rows): the tensors must have the same rows")
 
 
+def test_prompts_that_end_on_one_rank_are_refused_on_all(seen: list[dict[str, Any]]) -> None:
+    first, second = (rank["ended"] for rank in seen)
+    assert first == (
+        "PeerFailed: collect_groups(state, batches, …): another rank has no prompts left; give every rank an iterator that goes on",
+        True,
+    )
+    assert second == ("BadInput: collect_groups(state, batches, …): there are no prompts left; give an iterator that goes on", True)
+
+
 def test_running_moments_are_gathered_with_the_rows_of_all_ranks() -> None:
     whole = columns_of(range(len(IDS)))
     with scripted_launch() as state:

@@ -8,7 +8,7 @@ import torch
 
 import rft
 from rft.parallel.world import open_world
-from rft.testing import scripted_launch
+from rft.testing import SAMPLING, scripted_launch, scripted_prompts
 from tests.effects.batches import FUNCTIONS, SHARES, columns_of
 
 
@@ -20,6 +20,16 @@ def refused(state: Any, rows: Any) -> str:
     return "nothing was raised"
 
 
+def ended(state: Any, rank: int) -> tuple[str, bool]:
+    """Rank 1 has one batch of prompts, and both would need more; whether they go on together then."""
+    prompts = [scripted_prompts(1, epoch=10 * batch + rank) for batch in range(5)]
+    try:
+        _ = rft.collect_groups(state, iter(prompts[:1] if rank else prompts), SAMPLING, lambda _: 1.0, rft.Wanted(groups=1, bound=4))
+    except rft.RftError as error:
+        return f"{type(error).__name__}: {error}", rft.average(state, {"rank": [rank]})["rank"] == 0.5
+    return "nothing was raised", False
+
+
 def main() -> None:
     world = open_world(1, timeout_s=60)
     own = columns_of(SHARES[world.rank])
@@ -29,6 +39,7 @@ def main() -> None:
         }
         seen["all rows"] = rft.all_rows(state, own["rewards"], own["logprobs"])
         seen["refused"] = refused(state, (own["rewards"][: 1 + world.rank], own["groups"][:1]))
+        seen["ended"] = ended(rft.refresh(state), world.rank)
     torch.save(seen, Path(sys.argv[1]) / f"{world.rank}.pt")
     torch.distributed.destroy_process_group()
 

@@ -1,3 +1,4 @@
+import contextlib
 import io
 import logging
 
@@ -94,6 +95,11 @@ def test_spark(values, shown):
     assert spark(values) == shown
 
 
+class FullDisk(io.StringIO):
+    def write(self, _):
+        raise OSError(28, "No space left on device")
+
+
 def test_log_lines_say_their_rank(monkeypatch, capsys):
     logger = logging.getLogger("rft")
     before = (logger.handlers[:], logger.level, logger.propagate)
@@ -101,6 +107,8 @@ def test_log_lines_say_their_rank(monkeypatch, capsys):
     try:
         set_up_logging()
         set_up_logging()
+        with contextlib.redirect_stderr(FullDisk()):
+            logger.info("what cannot be written ends nothing")
         logger.info("hello")
     finally:
         logger.handlers[:], logger.level, logger.propagate = before

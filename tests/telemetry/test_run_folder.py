@@ -1,8 +1,11 @@
+import contextlib
 import dataclasses as dc
 import html.parser
 import json
+import logging
 import math
 import re
+import resource
 import subprocess
 import sys
 
@@ -146,8 +149,63 @@ def test_a_run_that_ends_by_an_error_leaves_everything(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert "1 of 3" in Page((tmp_path / "run" / "report.html").read_text()).text
+    text = Page((tmp_path / "run" / "report.html").read_text()).text
+    assert "1 of 3" in text
+    assert "0.50" in text
+    assert "→" not in text, "what was measured once has not changed"
     assert read_lines(tmp_path / "run" / "metrics.jsonl")[0]["reward"] == 0.5
+
+
+@contextlib.contextmanager
+def full_disk(size=1000):
+    """No file of this process grows beyond `size` bytes: the system takes a part of what is written, and refuses the rest."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def warnings_of(caplog):
+    return [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
+
+
+# TensorBoard's writing thread ends by what it has met.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_disk_that_is_full_for_a_while_leaves_a_gap_and_is_said_once(tmp_path, caplog):
+    folder, sample = tmp_path / "run", ShownSample(question="1 + 1?", response="2" * 80, answer="2", reward=1.0)
+    with opened(folder, steps=100) as run:
+        run.log(0, {"reward": 0.0})
+        with full_disk():
+            for step in range(1, 99):
+                run.samples(step, [sample])
+                with run.phase("generate"):
+                    run.plan({f"generate{place}": (1, 2) for place in range(100)})
+                run.log(step, {"reward": 0.5})
+        run.log(99, {"reward": 1.0})
+    said = warnings_of(caplog)
+    assert len(said) == 1
+    assert re.search(rf"{folder}/\S+ cannot be written \(.*too large\); training goes on", said[0])
+    for name in ("metrics.jsonl", "phases.jsonl", "samples.jsonl"):
+        steps = [line["step"] for line in read_lines(folder / name)]
+        assert steps == sorted(set(steps)), "every line is whole"
+        assert 3 < len(steps) < 98
+    assert [line["reward"] for line in read_lines(folder / "metrics.jsonl")][-1] == 1.0
+    assert (folder / "report.html").is_file()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_run_is_closed_on_a_full_disk_too(tmp_path, caplog):
+    run = opened(tmp_path / "run")
+    run.log(0, {"reward": 0.5})
+    with full_disk(size=10):
+        run.log(1, {"reward": 0.6})
+        run.close()
+    assert len(warnings_of(caplog)) == 1
+    assert not (tmp_path / "run" / "report.html").exists()
+    run.close()
+    assert (tmp_path / "run" / "report.html").is_file()
 
 
 def test_a_run_of_no_step_has_a_report_too(tmp_path):
