@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 import rft
 from rft.data.prompts import Cursor, Share, next_prompts, tokenise
@@ -19,6 +21,8 @@ from rft.data.questions import Question
 from rft.effects.runtime import runtime_of
 from rft.engines.sglang import SGLang
 from rft.models import find_model
+from rft.parallel.world import open_world
+from rft.testing.engines import check_ranks
 from tests.engines.sglang.processes import all_gone, family, shared_files
 
 QUESTIONS = tuple(Question(id=i, text=f"{i} and {i}?", answer=str(i)) for i in range(4))
@@ -58,6 +62,18 @@ def run(folder: str, tensor_parallel: int, *, killed: bool) -> dict[str, Any]:
     return found
 
 
+def contract(folder: str, tensor_parallel: int) -> dict[str, Any]:
+    """Holds to the contract on ranks; gives what this rank's prompts were answered."""
+    world, model = open_world(tensor_parallel, timeout_s=120), find_model(folder)
+    engine = ENGINE.build(model, world)
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    try:
+        return {"told": check_ranks(engine, module, model.tokenizer, world)}
+    finally:
+        engine.close()
+        dist.destroy_process_group()
+
+
 def _killed(state: Any, engine: SGLang, prompts: rft.Prompts) -> dict[str, Any]:
     """The second TP rank is killed while nobody asks for anything; what is told, and what is sampled once the engine has been recovered."""
     told, ended = "", True
@@ -89,8 +105,9 @@ def _by_seed(rollouts: rft.Rollouts) -> dict[str, list[int]]:
 
 
 def main(out: Path, folder: str, *cases: str) -> None:
-    """Each case is the size of the TP group, with `, killed` behind it or not."""
-    found = {case: run(folder, int(case[0]), killed=case.endswith("killed")) for case in cases}
+    """Each case is the size of the TP group, with `, killed` or `, contract` behind it or nothing."""
+    held = {case: contract(folder, int(case[0])) for case in cases if case.endswith("contract")}
+    found = held | {case: run(folder, int(case[0]), killed=case.endswith("killed")) for case in cases if case not in held}
     _ = (out / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

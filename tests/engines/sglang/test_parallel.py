@@ -41,8 +41,10 @@ def check(folder: Path, rank: Found, tensor_parallel: int) -> None:
 
 
 def test_one_engine_over_two_ranks(folder: Path, tmp_path: Path) -> None:
-    for rank in found(folder, tmp_path, "2"):
+    """And both ranks held to the contract on ranks, by `check_ranks`."""
+    for rank in found(folder, tmp_path, "2", "2, contract"):
         check(folder, rank["2"], 2)
+        assert len(rank["2, contract"]["told"]) == 6
 
 
 @pytest.mark.slow
