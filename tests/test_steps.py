@@ -26,6 +26,7 @@ from rft.errors import (
     EngineFailed,
     IllegalStep,
     NonFiniteGradient,
+    RanksDiverged,
     RoleError,
     RuntimeClosed,
     RuntimePoisoned,
@@ -424,6 +425,18 @@ def test_rewards_that_are_not_finite_are_refused(begun: State) -> None:
     rewards = torch.full(minibatch.rewards.shape, 0.5).index_fill(0, torch.tensor([1]), torch.nan)
     with refused(state, BadInput, "train_step(state, minibatch, objective)", "the rewards of rows [1] are not finite"):
         _ = rft.train_step(state, dc.replace(minibatch, rewards=rewards), rft.grpo())
+
+
+def test_ranks_that_lose_each_other_in_an_engines_step_are_no_failure_of_the_engine(begun: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> None:
+        raise RanksDiverged("a rank is gone")
+
+    monkeypatch.setattr(scripted_devices(begun).engine, "wake_weights", lost)
+    with pytest.raises(RanksDiverged, match="^a rank is gone$"):
+        _ = rft.broadcast(begun)
+    for step in (rft.broadcast, rft.recover):
+        with pytest.raises(RuntimePoisoned, match="a rank is gone\\)\n  the ranks have lost each other: leave `launch`, start the job anew"):
+            _ = step(begun)
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_state_living(begun: State) -> None:

@@ -7,6 +7,7 @@ The plan is only trusted after its replay has given the same bits everywhere tha
 """
 
 import dataclasses as dc
+import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rft.engines.delivery import Names, common_dtype
-from rft.narrow import Narrow, Narrows, narrowed
+from rft.narrow import Narrow, Narrows, narrowed, shape_in
 from rft.ops.checksum import checksum
 from rft.ops.transfer import Table, reading, transfer
 
@@ -87,7 +88,17 @@ class Plan:
         """What of each tensor is read, where it is not all: nothing else of it is to come."""
         self.casts_to = common_dtype(copy.target for each in copies.values() for copy in each)
         """The dtype that everything is cast to as it is written; None: there are several."""
+        self._whole = {
+            alias
+            for alias, name in self._aliases.items()
+            for shape in [shape_in(self.narrows, name, of[name][0])]
+            if [(copy.size, copy.stride) for copy in self._copies[name]] == [(tuple(shape), _strides(shape))]
+        }
         self._reading: tuple[Sequence[str], Table] = ((), reading([]))
+
+    def sums_up(self, name: str) -> bool:
+        """Whether what `install` returns for a tensor is the checksum of all of it, cast: one copy reads it, in its order."""
+        return name in self._whole
 
     def install(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, int]:
         """Replays every write. Returns the checksums of what the copies read, cast to the engine's dtype, by the given names."""
@@ -113,7 +124,8 @@ class Plan:
     def _by_name(self, sums: Tensor, names: Sequence[str]) -> dict[str, int]:
         """One number a name: several copies of one tensor count together, in their order. Waits for the device once."""
         values = iter(sums.tolist())
-        return {name: hash(tuple(next(values) for _ in self._copies[self._aliases[name]])) for name in names}
+        found = ((name, tuple(itertools.islice(values, len(self._copies[self._aliases[name]])))) for name in names)
+        return {name: each[0] if len(each) == 1 else hash(each) for name, each in found}
 
 
 def record(load: Load, shapes: Mapping[Names, torch.Size], memory: Mapping[str, Tensor], dtype: torch.dtype) -> Plan:

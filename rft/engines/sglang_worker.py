@@ -127,11 +127,13 @@ class _Seat:
         while (message := self._next())[0] == "part":
             entries: list[Entry] = message[1]
             tensors = unpacked(memory, entries, dtype)
-            arrived |= dict(zip([name for name, _ in tensors], standing([tensor for _, tensor in tensors]).tolist(), strict=True))
-            received |= self._sync.install(tensors)
+            unread = {name: tensor for name, tensor in tensors if not self._sync.sums_up(name)}
+            sums, part = standing(list(unread.values())), self._sync.install(tensors)
+            received |= part
+            arrived |= {name: part[name] for name, _ in tensors if name not in unread} | dict(zip(unread, sums.tolist(), strict=True))
             if memory.is_cuda:
                 torch.cuda.current_stream().synchronize()
-            del tensors
+            del tensors, unread
             self._link.send(("ok", None))
         del memory
         self._link.send(("ok", (arrived, received)) if message == ("end",) else ("stopped", None))
@@ -179,6 +181,10 @@ class _ByPlan:
         self._tensors = {name: names for names in shapes for name in names}
         self._names = {names: names[0] for names in shapes}
 
+    def sums_up(self, name: str) -> bool:
+        """See `Plan`: most of what comes need not be read once more to know that it arrived as it was sent."""
+        return self._plan.sums_up(name)
+
     @torch.inference_mode()
     def install(self, tensors: list[tuple[str, Tensor]]) -> dict[str, int]:
         """Returns the checksums of what came, as far as this rank holds it."""
@@ -198,6 +204,11 @@ class _ByLoading:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
+
+    def sums_up(self, name: str) -> bool:
+        """Of nothing; see `install`."""
+        del name
+        return False
 
     def install(self, tensors: list[tuple[str, Tensor]]) -> dict[str, int]:
         """Gives no checksums of its own: what the layout makes of a tensor is not known by its name."""

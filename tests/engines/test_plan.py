@@ -11,6 +11,7 @@ from rft.engines.delivery import delivery
 from rft.engines.plan import Copy, NoPlan, Plan, record
 from rft.narrow import Narrow, narrowed
 from rft.ops import transfer
+from rft.ops.checksum import checksum
 
 HIDDEN, HEADS, VOCAB = 8, 12, 10
 SHAPES = {
@@ -82,6 +83,34 @@ def test_replaying_is_loading(rank: int, dtype: torch.dtype) -> None:
             assert torch.equal(ours.memory()[name], tensor), name
         assert received == plan.checksums(tuple(received))
     assert plan.casts_to == dtype
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tensor_that_one_copy_reads_is_summed_up_by_it(rank: int) -> None:
+    plan, given = plan_of(Sliced(rank)), a_set(0)
+    comes = dict(given_to(plan, given))
+    received = plan.install(iter(comes.items()))
+    assert all(plan.sums_up(name) for name in (*given, "head"))
+    assert received == {name: int(checksum(tensor)) for name, tensor in comes.items()}
+
+
+def test_a_tensor_that_is_read_in_parts_or_in_another_order_is_not() -> None:
+    module = Sliced(0)
+
+    def load(tensors: Stream) -> None:
+        for name, tensor in tensors:
+            if name == "norm":
+                for half in (slice(4), slice(4, None)):
+                    module.norm.data[half].copy_(tensor[half])
+            elif name == "k":
+                module.qkv.data[6:8].view(HIDDEN, 2).copy_(tensor[:2].t())
+            else:
+                module.load(iter([(name, tensor)]))
+
+    plan = plan_of(module, load)
+    assert {name for name in a_set(0) if not plan.sums_up(name)} == {"norm", "k"}
+    received = plan.install(given_to(plan, a_set(1)))
+    assert received == plan.checksums(tuple(received))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
