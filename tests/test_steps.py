@@ -248,6 +248,17 @@ def test_an_experience_of_another_batch_is_refused(begun: State) -> None:
     _ = trained(state, rollouts)
 
 
+@pytest.mark.parametrize("source", ["actor", "engine"])
+def test_rows_beyond_the_batch_are_refused(begun: State, source: str) -> None:
+    ready = rft.refresh(begun)
+    rollouts = sampled(ready)
+    adopt = source == "engine"
+    state = rft.adopt_logprobs(ready, rollouts, source="engine") if adopt else rft.compute_old_logprobs(ready, rollouts)
+    minibatch = scripted_minibatch(rollouts)
+    with refused(state, WrongBatch, "train_step(state, minibatch, objective)", f"row 100 of batch {rollouts.batch}, which has 4 rows"):
+        _ = rft.train_step(state, dc.replace(minibatch, rows=minibatch.rows + 100), OBJECTIVE)
+
+
 def test_batches_of_several_generations_are_trained_on_together(begun: State) -> None:
     ready = rft.refresh(begun)
     parts = (sampled(ready), rft.generate(ready, scripted_prompts(1), SAMPLING, draw=1))
