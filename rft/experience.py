@@ -21,7 +21,7 @@ from rft import tree
 from rft.errors import BadInput, ShapeError
 from rft.images import RowImages
 from rft.sampling import Finish, Sampling
-from rft.shapes import check_record, require_kind
+from rft.shapes import check_fields, check_record, require_kind
 from rft.state import BatchId, PolicyVersion
 
 DEMONSTRATIONS = BatchId("demonstrations")
@@ -52,6 +52,7 @@ class Prompts:
 
     def __post_init__(self) -> None:
         check_record(self)
+        check_fields(self, but=("tokens", "mask", "ids"))
         _check_lengths(self, len(self.ids), texts=self.texts, answers=self.answers, images=self.images)
         ids, counts = self.ids.unique(return_counts=True)
         if twice := ids[counts > 1].tolist():

@@ -72,16 +72,14 @@ class Sampling(Draw):
         super().__post_init__()
         if self.samples < 1 or self.max_new_tokens < 1:
             raise BadInput(f"samples and max_new_tokens must be at least 1, got {self.samples} and {self.max_new_tokens}")
-        if isinstance(self.samples, bool) or isinstance(self.max_new_tokens, bool):
-            raise BadInput(f"samples and max_new_tokens must be numbers, got {self.samples} and {self.max_new_tokens}")
         if isinstance(self.first, Sampling):
             raise BadInput("first is about one token: write first=Draw(temperature=…), not a Sampling")
-        if type(self.stop) is not tuple or not all(type(text) is str and text and _is_text(text) for text in self.stop):
+        if type(self.stop) is not tuple or not all(type(text) is str and text and is_text(text) for text in self.stop):
             raise BadInput(f"stop must be a tuple of texts that are not empty, got {self.stop!r}; write stop=('…',)")
         if type(self.stop_tokens) is not tuple or not all(type(token) is int and token >= 0 for token in self.stop_tokens):
             raise BadInput(f"stop_tokens must be a tuple of token ids, got {self.stop_tokens!r}; write stop_tokens=(id,)")
 
 
-def _is_text(text: str) -> bool:
-    """Whether it can be in what a model says: half of a surrogate pair cannot."""
+def is_text(text: str) -> bool:
+    """Whether a model can read or say it: half of a surrogate pair it cannot."""
     return text.encode(errors="ignore").decode() == text

@@ -8,8 +8,10 @@ Axis names are bound over the whole record, so `Float[Tensor, "batch seq"]` in t
 import dataclasses as dc
 import functools
 import re
+import types
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from beartype import BeartypeConf, beartype
@@ -100,9 +102,27 @@ def check_fields(spec: Any, *, but: tuple[str, ...] = ()) -> None:
 
 def require_hint(name: str, value: object, hint: Any) -> None:
     """Raises `BadInput` for a value that is not what an annotation says."""
-    if not is_bearable(value, hint, conf=_CONF):
+    if not _is(value, hint):
         told = " or ".join(map(repr, typing.get_args(hint))) if typing.get_origin(hint) is typing.Literal else _named(hint)
-        raise BadInput(f"{name} must be {told}, got {value!r}")
+        raise BadInput(f"{name} must be {told}, got {value!r:.200}")
+
+
+def require_path(name: str, value: object) -> Path:
+    """The path that a value names. Raises `BadInput` for what names none."""
+    require_hint(name, value, Path | str)
+    return Path(typing.cast(Path | str, value))
+
+
+def _is(value: object, hint: Any) -> bool:
+    """As beartype says, and stricter: a bool is no number, and all items of a tuple are looked at, not one of them."""
+    origin, arms = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_is(value, arm) for arm in arms)
+    if hint in (int, float):
+        return not isinstance(value, bool) and is_bearable(value, hint, conf=_CONF)
+    if origin is tuple and arms[1:] == (...,):
+        return isinstance(value, tuple) and all(_is(item, arms[0]) for item in typing.cast(tuple[object, ...], value))
+    return is_bearable(value, hint, conf=_CONF)
 
 
 @functools.cache

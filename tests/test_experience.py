@@ -124,6 +124,19 @@ def test_prompts_hold_together(changes: dict[str, Any], says: str) -> None:
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"epoch": "a"}, "Prompts.epoch must be int, got 'a'"),
+        ({"texts": ("one", None)}, r"Prompts.texts must be tuple\[str, ...\], got \('one', None\)"),
+        ({"answers": (3, "two")}, "Prompts.answers must be"),
+    ],
+)
+def test_prompts_are_of_texts(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        _ = dc.replace(scripted_prompts(2), **changes)
+
+
 def test_an_id_is_of_one_prompt() -> None:
     with pytest.raises(BadInput, match=r"Prompts.ids: 1, 7 come more than once, .*Sampling\(samples=…\)"):
         _ = dc.replace(scripted_prompts(6), ids=torch.tensor([7, 1, 2, 1, 7, 7]))

@@ -17,6 +17,8 @@ from rft.errors import BadInput
         {"temperature": 1e-6},
         {"temperature": float("inf")},
         {"temperature": "hot"},
+        {"temperature": True},
+        {"top_k": True},
         {"first": 1.5},
         {"first": rft.Sampling(stop=("x",))},
         {"top_p": 0.0},

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rft.checkpoint import manifest
 from rft.errors import BadInput
+from rft.shapes import require_path
 
 log = logging.getLogger("rft")
 
@@ -46,7 +47,7 @@ def newest_checkpoint(folder: Path | str) -> Path | None:
 
     Those that are passed over are said. Raises `BadInput` where `folder` is a checkpoint itself.
     """
-    for found in checkpoints(Path(folder)):
+    for found in checkpoints(require_path("newest_checkpoint(folder): folder", folder)):
         problem = manifest.problem(found.path)
         if problem is None:
             return found.path

@@ -59,7 +59,11 @@ def read(checkpoint: Path) -> Plain:
 def to_plain(tree: object) -> Plain:
     """The tree as data; tensors are copied to the host. Raises `BadInput` with the path of what cannot be saved."""
     tensors, marks = dict[str, Tensor](), dict[str, str]()
-    return Plain(structure=_plain(tree, ROOT, tensors, marks), tensors=tensors, marks=marks)
+    try:
+        structure = _plain(tree, ROOT, tensors, marks)
+    except RecursionError:
+        raise _refusal(f"{max(marks, key=len):.40}…", "never ends: something there contains itself") from None
+    return Plain(structure=structure, tensors=tensors, marks=marks)
 
 
 def _plain(value: Any, path: str, tensors: dict[str, Tensor], marks: dict[str, str]) -> Any:

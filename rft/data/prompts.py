@@ -6,10 +6,11 @@ the same place when the run goes on with another number of ranks.
 
 import dataclasses as dc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int64
+from jinja2 import TemplateError
 from torch import Tensor
 
 from rft.data.images import ImageReader
@@ -17,12 +18,15 @@ from rft.data.questions import Last, Question, check_last, check_questions, shuf
 from rft.errors import BadInput
 from rft.experience import Prompts
 from rft.images import Images, unmatched
-from rft.shapes import check_fields
+from rft.sampling import is_text
+from rft.shapes import check_fields, require_hint, require_kind
 
 
 @dc.dataclass(frozen=True, kw_only=True)
 class Dataset:
     """Questions with their prompts, tokenised once; `tokens[i]` belongs to `questions[i]`, and has the placeholders of its images."""
+
+    made_by: ClassVar[str] = "tokenise(questions, tokenizer, max_tokens=…) makes one"
 
     questions: tuple[Question, ...]
     tokens: tuple[tuple[int, ...], ...]
@@ -37,6 +41,8 @@ class Dataset:
 class Share:
     """Which part of every batch is one rank's: part `index` of `count`."""
 
+    made_by: ClassVar[str] = "write Share(), or Share(index=…, count=…) on several ranks"
+
     index: int = 0
     count: int = 1
 
@@ -49,6 +55,8 @@ class Share:
 @dc.dataclass(frozen=True, kw_only=True)
 class Cursor:
     """The place in the data: `position` questions of the shuffled epoch `epoch` have been given, over all ranks."""
+
+    made_by: ClassVar[str] = "write Cursor() to begin"
 
     seed: int = 0
     epoch: int = 0
@@ -69,11 +77,15 @@ def tokenise(
     (`find_model(…).images`): every image is read and counted here, and has as many placeholders among the tokens as the model needs.
 
     Raises `BadInput` where there is no question or no chat template, where a prompt is longer than `max_tokens`, where a question has
-    images and the model takes none, and where an image cannot be read; the message names the question.
+    images and the model takes none or the template fails on them, and where an image cannot be read; the message names the question.
     """
     check_questions(questions, "the data set")
+    require_hint("tokenise: max_tokens", max_tokens, int)
+    require_hint("tokenise: system", system, str | None)
     if max_tokens < 1:
         raise BadInput(f"max_tokens must be at least 1, got {max_tokens}")
+    if not is_text(system or ""):
+        raise BadInput(f"tokenise: system has half of a surrogate pair, which no model reads; mend it: {system!r:.120}")
     if not getattr(tokenizer, "chat_template", None):
         raise BadInput("the tokenizer has no chat template; take an instruction-tuned model, or set tokenizer.chat_template")
     opening: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
@@ -92,9 +104,11 @@ def next_prompts(data: Dataset, cursor: Cursor, count: int, share: Share, *, las
     """This rank's `count` prompts of the next batch (`count · share.count` questions over all ranks), and the cursor after it.
 
     Every epoch has its own order, from the cursor's seed. The last batch of an epoch may be partial: `drop` skips it, `keep` gives
-    it, dealt out as evenly as it goes, so that a rank may get fewer prompts than another, or none. Raises `BadInput` for a count
-    below 1, and where `drop` would skip all there is.
+    it, dealt out as evenly as it goes, so that a rank may get fewer prompts than another, or none. Raises `BadInput` for what is of
+    another kind, for a count below 1, and where `drop` would skip all there is.
     """
+    for name, given, kind in (("data", data, Dataset), ("cursor", cursor, Cursor), ("share", share, Share)):
+        require_kind("next_prompts(data, cursor, count, share)", name, given, kind)
     check_last(last)
     whole = count * share.count
     if type(count) is not int or count < 1 or (last == "drop" and whole > len(data)):
@@ -120,7 +134,7 @@ def _prompt(tokenizer: Any, opening: list[dict[str, Any]], question: Question, i
     if question.images and images is None:
         raise BadInput(f"question {question.id} has images, and the model takes none, or tokenise was not given its `images`")
     # Rendered first and tokenised after: what `apply_chat_template` returns when it tokenises has changed between releases.
-    text = tokenizer.apply_chat_template([*opening, _message(question)], tokenize=False, add_generation_prompt=True)
+    text = _rendered(tokenizer, [*opening, _message(question)], question)
     tokens = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     if images is None:
         return tokens
@@ -132,6 +146,16 @@ def _prompt(tokenizer: Any, opening: list[dict[str, Any]], question: Question, i
         return images.expanded(tokens, [images.count(path) for path in question.images])
     except BadInput as error:
         raise BadInput(f"question {question.id}: {error}") from error
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]], question: Question) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except (TypeError, TemplateError) as error:  # what a template raises by itself, and what Jinja raises in it
+        raise BadInput(
+            f"question {question.id}: the tokenizer's chat template fails on it: {error}; set tokenizer.chat_template to one that takes "
+            "images as parts of a message, where it has some, and a system message, where `system` is given"
+        ) from error
 
 
 def _message(question: Question) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 import dataclasses as dc
 import hashlib
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
 from rft.errors import BadInput
+from rft.sampling import is_text
 from rft.shapes import check_fields
 
 Last = Literal["keep", "drop"]
@@ -18,7 +19,7 @@ Last = Literal["keep", "drop"]
 
 @dc.dataclass(frozen=True, kw_only=True)
 class Question:
-    """One question. `id` is its stable number in the data set: sampling seeds and groups come from it."""
+    """One question. `id` is its stable number in the data set, of 64 bits: sampling seeds and groups come from it."""
 
     id: int
     text: str
@@ -28,10 +29,17 @@ class Question:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not -(2**63) <= self.id < 2**63:
+            raise BadInput(f"Question.id must fit in 64 bits, got {self.id}; number the questions from 0")
+        if not is_text(self.text):
+            raise BadInput(f"question {self.id}: its text has half of a surrogate pair, which no model reads; mend it: {self.text!r:.120}")
 
 
 def check_questions(questions: Sequence[Question], source: str) -> None:
-    """Raises `BadInput` that names `source` where there is no question at all, or where two have the same id."""
+    """Raises `BadInput` that names `source` for what are no questions, for none at all, and where two have the same id."""
+    given: Any = questions
+    if not isinstance(given, Sequence) or not all(isinstance(each, Question) for each in cast(Sequence[object], given)):
+        raise BadInput(f"{source} must be a sequence of Question(id=…, text=…, answer=…), got {given!r:.120}")
     if not questions:
         raise BadInput(f"{source} has no questions; a data set needs at least one")
     if len({q.id for q in questions}) < len(questions):

@@ -14,6 +14,7 @@ from rft.errors import BadInput
 from rft.models import ModelFolder, find_model
 from rft.parallel.lockstep import Lockstep
 from rft.parallel.world import World, open_world
+from rft.shapes import require_kind
 from rft.spec import Critic, LaunchSpec, MovingAverage, Reference, SharedCritic, Where
 from rft.state import ACTOR_OPTIMIZER, CRITIC, CRITIC_OPTIMIZER, EMA, REFERENCE, Placement, Role, Roles, reward_model
 from rft.telemetry.records import flat
@@ -29,6 +30,7 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
 
     The engine comes first, so that its memory is measured alone; it sleeps before the trainer is built.
     """
+    require_kind("launch(spec)", "spec", spec, LaunchSpec)
     with contextlib.ExitStack() as stack:
         joined = dist.is_initialized()
         world = open_world(spec.tensor_parallel, timeout_s=spec.deadline_s)

@@ -41,7 +41,7 @@ def adopt(
 
 
 def join(call: str, old: OldLogProbs, minibatch: Minibatch) -> Float32[Tensor, "batch seq"] | None:
-    """The old log-probs of a mini-batch's rows; None where they are the new ones. Raises `WrongBatch` where they are of another batch."""
+    """The old log-probs of a mini-batch's rows; None where they are the new ones. Raises `WrongBatch` for what is not of that batch."""
     if old.source == "first_step" and old.steps:
         raise WrongBatch(
             f"{call}: old log-probs adopted with source='first_step' stand for exactly one step, and it was taken; write instead: "
@@ -54,18 +54,23 @@ def join(call: str, old: OldLogProbs, minibatch: Minibatch) -> Float32[Tensor, "
             f"{call}: the mini-batch is of batch {', '.join(strangers)}, and the stored old log-probs are of {', '.join(known)}; "
             "write instead: state = finish_batch(state), then compute_old_logprobs(state, *rollouts) of the batch to train on"
         )
-    return None if old.source == "first_step" else _joined(known, minibatch)
+    return None if old.source == "first_step" else _joined(call, known, minibatch)
 
 
-def _joined(known: dict[Any, Tensor | None], minibatch: Minibatch) -> Float32[Tensor, "batch seq"]:
+def _joined(call: str, known: dict[Any, Tensor | None], minibatch: Minibatch) -> Float32[Tensor, "batch seq"]:
     joined = torch.zeros(minibatch.tokens.shape)
     for index, batch in enumerate(minibatch.batches):
         if batch == DEMONSTRATIONS:
             continue
         values, here = known[batch], minibatch.origin == index
         assert values is not None
-        width = joined.shape[1]
-        joined[here] = pad(values, (0, max(width - values.shape[1], 0)))[minibatch.rows[here], :width]
+        width, rows = joined.shape[1], minibatch.rows[here]
+        if strange := rows[rows >= len(values)].tolist():
+            raise WrongBatch(
+                f"{call}: the mini-batch has row {strange[0]} of batch {batch}, which has {len(values)} rows, counted from 0; take it from "
+                "the experience of these rollouts, by `minibatches` or `take`"
+            )
+        joined[here] = pad(values, (0, max(width - values.shape[1], 0)))[rows, :width]
     return joined
 
 

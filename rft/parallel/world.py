@@ -56,12 +56,13 @@ def open_world(tensor_parallel: int, *, timeout_s: float) -> World:
     """Joins torchrun's world (or makes one of a single rank), with its TP and DP groups. Collective; over any number of nodes.
 
     Under torchrun the ranks call the roll first. Raises `RanksDiverged` that names those which did not come in time; and `BadInput`,
-    on every rank, where TP does not divide the world, a TP group would lie on two nodes, or a rank has no device.
-    Nothing has been opened then.
+    on every rank, where TP does not divide the world, a TP group would lie on two nodes, or a rank has no device, and for an environment
+    that torchrun does not make. Nothing has been opened then.
     """
-    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    size, rank = _said("WORLD_SIZE", 1), _said("RANK", 0)
     rows, columns = tp_groups(size, tensor_parallel), dp_groups(size, tensor_parallel)
     if "MASTER_ADDR" not in os.environ:
+        _require_alone(rank, size)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     timeout = datetime.timedelta(seconds=timeout_s)
     device = _join(rank, size, _problem(tensor_parallel, size), timeout)
@@ -82,6 +83,23 @@ def open_world(tensor_parallel: int, *, timeout_s: float) -> World:
     where = f"device {device}, process {os.getpid()} on {socket.gethostname()}"
     log.info("rank %d of %d: TP rank %d, DP rank %d, %s", rank, size, world.tp_rank, world.dp_rank, where)
     return world
+
+
+def _said(name: str, otherwise: int) -> int:
+    """What the environment says of this rank. Raises `BadInput` for what is no number."""
+    said = os.environ.get(name, str(otherwise))
+    if not said.isdecimal():
+        raise BadInput(f"the environment has {name}={said!r}, which is no whole number; start with torchrun, which sets it, or unset it")
+    return int(said)
+
+
+def _require_alone(rank: int, size: int) -> None:
+    """Raises `BadInput` where there are to be several ranks, and nothing says where they meet."""
+    if (rank, size) != (0, 1) and not dist.is_initialized():
+        raise BadInput(
+            f"the environment has RANK={rank} and WORLD_SIZE={size}, and no MASTER_ADDR where the ranks meet; start with torchrun, which "
+            "sets all of them, or unset RANK and WORLD_SIZE for a single rank"
+        )
 
 
 def _join(rank: int, size: int, problem: str | None, timeout: datetime.timedelta) -> torch.device:
@@ -115,7 +133,7 @@ def _roll_call(store: PrefixStore, rank: int, size: int, problem: str | None, ti
 
 def _problem(tensor_parallel: int, size: int) -> str | None:
     """What stands against this rank's taking part, seen from here."""
-    here, local = int(os.environ.get("LOCAL_WORLD_SIZE", size)), int(os.environ.get("LOCAL_RANK", "0"))
+    here, local = _said("LOCAL_WORLD_SIZE", size), _said("LOCAL_RANK", 0)
     if here % tensor_parallel:
         return (
             f"tensor_parallel={tensor_parallel} would spread a TP group over nodes, and every token would wait for the network; "
@@ -147,7 +165,7 @@ def _fresh_store(timeout: datetime.timedelta) -> PrefixStore:
 def _own_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", _said("LOCAL_RANK", 0))
     torch.cuda.set_device(device)
     return device
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float32
@@ -26,7 +26,7 @@ from rft import tree
 from rft.errors import BadInput
 from rft.experience import Rollouts
 from rft.sampling import Finish
-from rft.shapes import check_record, require_kind
+from rft.shapes import check_record, require_hint, require_kind
 
 log = logging.getLogger("rft")
 
@@ -87,13 +87,15 @@ def score(rollouts: Rollouts, reward: RewardFunction, *, deadline_s: float = 10.
     """The reward of every row. A row whose reward fails gets a named failure and `valid` False, never a silent 0.
 
     `deadline_s` is per row; `workers` rows are scored at a time (more than 1 needs a reward that is thread-safe, and pays where it
-    waits for something). If every row hangs this takes rows · deadline_s / workers. Raises `BadInput` where either is not positive.
+    waits for something). If every row hangs this takes rows · deadline_s / workers. Raises `BadInput` for what neither can be.
     """
     require_kind("rewards(state, rollouts, reward)", "rollouts", rollouts, Rollouts)
     if not callable(reward):
         raise BadInput(f"a reward is a function of a Sample that returns a number, got {type(reward).__name__}")
-    if deadline_s <= 0 or workers < 1:
-        raise BadInput(f"deadline_s must be above 0 and workers at least 1, got {deadline_s} and {workers}")
+    require_hint("rewards(state, rollouts, reward): deadline_s", deadline_s, float)
+    require_hint("rewards(state, rollouts, reward): workers", workers, int)
+    if not 0 < deadline_s < math.inf or workers < 1:
+        raise BadInput(f"deadline_s must be above 0 and finite, and workers at least 1, got {deadline_s} and {workers}")
     outcomes = _outcomes(samples_of(rollouts), reward, deadline_s, workers)
     failures = tuple(RewardFailure(row=row, kind=o.kind, message=o.message) for row, o in enumerate(outcomes) if isinstance(o, _Failure))
     if failures:
@@ -164,7 +166,9 @@ def _outcomes(samples: Sequence[Sample], reward: RewardFunction, deadline_s: flo
     return [*outcomes, *(call.wait(deadline_s) for call in running)]
 
 
-def _number(value: object) -> float | _Failure:
+def _number(value: Any) -> float | _Failure:
+    if getattr(value, "shape", None) == ():
+        value = value.item()  # a tensor or an array of one number, without an axis
     if not isinstance(value, numbers.Real):
         return _Failure("nonsense", f"returned a {type(value).__name__} ({str(value)[:80]}), not a number")
     single = float(torch.tensor(float(value), dtype=torch.float32))

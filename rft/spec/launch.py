@@ -1,20 +1,28 @@
 """The whole runtime of one job."""
 
 import dataclasses as dc
+import math
 from collections.abc import Mapping
+from typing import ClassVar
 
 from rft.errors import BadInput
 from rft.shapes import check_fields
 from rft.spec.checks import at_least_one
-from rft.spec.engines import EngineSpec, TransformersEngine
+from rft.spec.engines import EngineSpec, SGLangEngine, TransformersEngine, VLLMEngine
 from rft.spec.lora import LoRA
-from rft.spec.roles import Critic, MovingAverage, Reference, RewardModel, SharedCritic
-from rft.spec.training import FSDP2Trainer, TrainerSpec
+from rft.spec.roles import Critic, FrozenSpec, MovingAverage, Reference, RewardModel, SharedCritic
+from rft.spec.training import FSDP2Trainer, TrainerSpec, Training
+
+ENGINES = (TransformersEngine, VLLMEngine, SGLangEngine)
+"""Ours; anything else that builds one is taken for an engine, too, unless it is another specification of ours. So with trainers."""
+OURS = (*ENGINES, Training, FrozenSpec, Critic, SharedCritic)
 
 
 @dc.dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
     """The whole runtime of one job."""
+
+    made_by: ClassVar[str] = "write LaunchSpec(model=…)"
 
     model: str
     """A Hugging Face model folder, or a hub id."""
@@ -46,13 +54,16 @@ class LaunchSpec:
     def __post_init__(self) -> None:
         check_fields(self, but=("engine", "trainer"))
         at_least_one(self, "tensor_parallel", "reward_models_on_device")
-        for name, part in (("engine", self.engine), ("trainer", self.trainer)):
-            if part is not None and (not hasattr(part, "build") or isinstance(part, type)):
-                raise BadInput(f"LaunchSpec.{name} must be a specification such as TransformersEngine(), got {part!r}")
+        if not (self.engine is None or _builds(self.engine, *ENGINES)):
+            raise BadInput(f"LaunchSpec.engine must be a specification such as TransformersEngine(), or None, got {self.engine!r}")
+        if not _builds(self.trainer, Training):
+            raise BadInput(f"LaunchSpec.trainer must be a specification such as FSDP2Trainer(), got {self.trainer!r}")
         self._check_lora()
         self._check_turns()
-        if self.deadline_s <= 0 or self.probe_every < 0 or (self.device_bytes is not None and self.device_bytes < 1):
-            raise BadInput("deadline_s must be above 0, probe_every at least 0, device_bytes at least 1 or None")
+        if not 0 < self.deadline_s < math.inf:
+            raise BadInput(f"LaunchSpec.deadline_s must be above 0 and finite, got {self.deadline_s}")
+        if self.probe_every < 0 or (self.device_bytes is not None and self.device_bytes < 1):
+            raise BadInput("probe_every must be at least 0, device_bytes at least 1 or None")
 
     def _check_lora(self) -> None:
         """An adapter alone can only be sent to an engine that has a place for it, and holds all of it on one rank."""
@@ -90,3 +101,8 @@ class LaunchSpec:
         """The trainer's LoRA, if its adapter is to be sent to the engine alone."""
         lora = getattr(self.trainer, "lora", None)
         return lora if lora is not None and lora.sync == "adapter" else None
+
+
+def _builds(part: object, *kinds: type) -> bool:
+    """Whether it is a specification of one of these kinds of ours, or one that is not ours at all."""
+    return callable(getattr(part, "build", None)) and not isinstance(part, type) and (isinstance(part, kinds) or not isinstance(part, OURS))

@@ -2,7 +2,7 @@
 
 import dataclasses as dc
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from rft.errors import BadInput
 from rft.shapes import check_fields
@@ -35,7 +35,8 @@ class LoRA:
         at_least_one(self, "rank")
         if not 0 < self.alpha < math.inf:
             raise BadInput(f"LoRA.alpha must be above 0, got {self.alpha}")
-        if self.targets is not None and (isinstance(self.targets, str) or not all(self.targets) or not self.targets):
+        names: Any = self.targets
+        if names is not None and not (type(names) is tuple and names and all(type(name) is str and name for name in names)):
             raise BadInput(f"LoRA.targets must be a tuple of names such as ('q_proj', 'v_proj'), or None for all; got {self.targets!r}")
 
     @property

@@ -58,6 +58,8 @@ class Optimization:
             raise BadInput(
                 f"lr, weight_decay and warmup_steps must be at least 0, eps and max_grad_norm above 0, betas in [0, 1); got {self}"
             )
+        if self.total_steps is not None:
+            at_least_one(self, "total_steps")
         if self.schedule != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
             raise BadInput(
                 f"schedule={self.schedule!r} needs total_steps above warmup_steps={self.warmup_steps}, got total_steps={self.total_steps}"

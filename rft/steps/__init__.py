@@ -25,6 +25,7 @@ from rft.ledger import beginning, observation, recovery, restoration, transition
 from rft.objectives import Objective, ValueObjective, supervised
 from rft.rewards.scoring import RewardFunction, Rewards, score
 from rft.sampling import Sampling
+from rft.shapes import require_path
 from rft.spec import LaunchSpec
 from rft.state import (
     REFERENCE,
@@ -273,7 +274,7 @@ def save(state: RuntimeState[Any, Any, Any, NoOld], folder: Path | str, run: obj
     `BadInput` with the path of what cannot be saved, and where ranks bring different arguments; `RoleError` where a backend must have a
     part on the device; `CheckpointFailed`.
     """
-    return checkpoint.save(state, Path(folder), run, keep)
+    return checkpoint.save(state, require_path("save(state, folder, run): folder", folder), run, keep)
 
 
 @restoration
@@ -288,7 +289,7 @@ def restore(
     on all ranks, and for one of another model, with the names of the tensors that differ or the path of the value; `CheckpointFailed`
     where it cannot be read. Nothing has been touched then.
     """
-    back = checkpoint.restore(state, Path(folder), run)
+    back = checkpoint.restore(state, require_path("restore(state, folder, run): folder", folder), run)
     return restored_state(state, back.actor, back.version, generation=back.generation), back.run
 
 
@@ -345,7 +346,7 @@ def export(state: RuntimeState[Any, Any, Any, Any], path: Path | str, /, *, role
     launch does not have, and for the Reference of an Actor with LoRA, which is `LaunchSpec.model` as it was; `BadInput` where it cannot
     be written, or ranks name different folders.
     """
-    return exporting.export(state, Path(path), role)
+    return exporting.export(state, require_path("export(state, path): path", path), role)
 
 
 @observation
@@ -354,4 +355,4 @@ def export_adapter(state: RuntimeState[Any, Any, Any, Any], path: Path | str, /)
 
     Raises `BadInput` where the Actor has none, it cannot be written, or ranks name different folders.
     """
-    return exporting.export_adapter(state, Path(path))
+    return exporting.export_adapter(state, require_path("export_adapter(state, path): path", path))

@@ -156,6 +156,20 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(begun: State
     assert not (tmp_path / "new").exists()
 
 
+def test_what_names_no_folder_is_refused(begun: State) -> None:
+    nowhere: Any = None
+    calls: dict[str, Callable[[], object]] = {
+        "save(state, folder, run): folder": lambda: save(begun, nowhere, 1),
+        "restore(state, folder, run): folder": lambda: restore(begun, nowhere, 1),
+        "export(state, path): path": lambda: rft.export(begun, nowhere),
+        "export_adapter(state, path): path": lambda: rft.export_adapter(begun, nowhere),
+        "newest_checkpoint(folder): folder": lambda: rft.newest_checkpoint(nowhere),
+    }
+    for named, call in calls.items():
+        with refused(begun, BadInput, f"{named} must be Path | str, got None"):
+            _ = call()
+
+
 def test_a_part_that_must_be_there_is_asked_for_and_nothing_is_left(begun: State, tmp_path: Path) -> None:
     state = rft.offload(begun, rft.ACTOR_OPTIMIZER)
     with refused(state, RoleError, "optimizer"):

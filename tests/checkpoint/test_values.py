@@ -163,6 +163,13 @@ def test_what_cannot_be_saved_is_refused_by_its_path(tree: object, says: str) ->
     assert f"save(state, folder, run): {says}" in str(caught.value)
 
 
+def test_what_contains_itself_is_refused() -> None:
+    endless: list[object] = [1]
+    endless.append({"again": endless})
+    with pytest.raises(rft.BadInput, match=r"run\[1\]\['again'\]\[1\]\['again'\].*… never ends: something there contains itself"):
+        _ = values.to_plain(endless)
+
+
 # ---- what does not fit the template ----
 
 

@@ -1,5 +1,6 @@
 """Prompts with images, from files to records."""
 
+import copy
 import dataclasses as dc
 from pathlib import Path
 from typing import Any, cast
@@ -98,6 +99,13 @@ def test_what_is_refused(model: ModelFolder, questions: list[Question], tmp_path
         _ = dc.replace(questions[0], images=cast(Any, "a.png"))
     with pytest.raises(BadInput, match="question 0 has images, and the model takes none"):
         tokenise(questions, model.tokenizer, max_tokens=200)
+
+
+def test_a_template_of_text_alone_is_told(model: ModelFolder, questions: list[Question]) -> None:
+    tokenizer = copy.copy(model.tokenizer)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.role + ': ' + message.content }}{% endfor %}"
+    with pytest.raises(BadInput, match=r"question 0: the tokenizer's chat template fails on it: .* images as parts of a message"):
+        _ = tokenise(questions, tokenizer, max_tokens=200, images=model.images)
 
 
 def test_a_file_that_changes_is_found_out(model: ModelFolder, questions: list[Question]) -> None:

@@ -55,6 +55,48 @@ def test_what_cannot_be_a_data_set():
         tokenise(questions(1), tokenizer, max_tokens=99)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"max_tokens": "64"}, "tokenise: max_tokens must be int, got '64'"),
+        ({"system": 3}, r"tokenise: system must be str \| None, got 3"),
+        ({"system": "\ud800"}, "tokenise: system has half of a surrogate pair"),
+        ({"questions": "What is 1 + 1?"}, r"the data set must be a sequence of Question\(id=…, .*, got 'What is"),
+        ({"questions": [*questions(1), "and 2?"]}, "the data set must be a sequence of Question"),
+    ],
+)
+def test_arguments_of_another_kind(changes, says):
+    with pytest.raises(BadInput, match=says):
+        tokenise(**{"questions": questions(1), "tokenizer": tiny_tokenizer(), "max_tokens": 64, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"text": "half \ud800"}, r"question 7: its text has half of a surrogate pair, .*'half \\ud800'"),
+        ({"id": 2**70}, "Question.id must fit in 64 bits, got 1180591620717411303424; number the questions from 0"),
+        ({"id": -(2**63) - 1}, "Question.id must fit in 64 bits"),
+        ({"id": True}, "Question.id must be int, got True"),
+    ],
+)
+def test_what_cannot_be_a_question(changes, says):
+    with pytest.raises(BadInput, match=says):
+        Question(**{"id": 7, "text": "What?", "answer": "1", **changes})
+
+
+def test_ids_may_be_any_of_64_bits():
+    ends = [Question(id=n, text="What?", answer="1") for n in (-(2**63), 2**63 - 1)]
+    data = tokenise(ends, tiny_tokenizer(), max_tokens=64)
+    assert all_prompts(data, Share()).ids.tolist() == [-(2**63), 2**63 - 1]
+
+
+def test_a_template_that_refuses_the_messages_is_told():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(BadInput, match="question 100: the tokenizer's chat template fails on it: System role not supported; set"):
+        tokenise(questions(1), tokenizer, max_tokens=64, system="Be brief.")
+
+
 def walk(data, count, ranks, last, batches, seed=0):
     """The ids that each rank sees, batch by batch, with the epochs."""
     cursors, seen = [Cursor(seed=seed)] * ranks, []
@@ -130,3 +172,16 @@ def test_places_that_are_none(call):
 def test_counts_and_modes_that_cannot_work(count, last):
     with pytest.raises(BadInput):
         next_prompts(dataset(5), Cursor(), count, Share(), last=last)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ((None, Cursor(), 1, Share()), r"data must be Dataset, got NoneType; tokenise\("),
+        ((dataset(3), None, 1, Share()), r"cursor must be Cursor, got NoneType; write Cursor\(\) to begin"),
+        ((dataset(3), Cursor(), 1, 0), r"share must be Share, got int; write Share\(\)"),
+    ],
+)
+def test_places_of_another_kind(given, says):
+    with pytest.raises(BadInput, match=rf"next_prompts\(data, cursor, count, share\): {says}"):
+        next_prompts(*given)

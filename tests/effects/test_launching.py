@@ -31,6 +31,13 @@ def test_what_cannot_stand_beside_a_model_that_takes_images(model: str, beside: 
         pass
 
 
+def test_what_is_no_specification_is_refused() -> None:
+    given: Any = "a/model"
+    says = r"launch\(spec\): spec must be LaunchSpec, got str; write LaunchSpec\(model=…\)"
+    with pytest.raises(rft.BadInput, match=says), rft.launch(given):
+        pass
+
+
 def test_a_model_of_another_kind(tmp_path: Path) -> None:
     from transformers import T5Config
 

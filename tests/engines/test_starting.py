@@ -34,7 +34,8 @@ def test_one_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             (folder / "__init__.py").touch()
         _ = file.write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    lacking = "run_scheduler_process_func, no resume_memory_occupation, no custom_weight_loader, no cuda_graph_backend_prefill, no weight_version"
+    lacks = "run_scheduler_process_func resume_memory_occupation custom_weight_loader cuda_graph_backend_prefill weight_version"
+    lacking = ", no ".join(lacks.split())
     with pytest.raises(MissingEngine, match=rf"too old: it has no {lacking}; pip install 'sglang>=0\.5\.17'"):
         _ = sglang_process.start(SETTINGS, timeout_s=120)
 

@@ -39,6 +39,25 @@ def test_it_is_refused_before_anything_is_opened(monkeypatch: pytest.MonkeyPatch
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "RANK=0 and WORLD_SIZE=2, and no MASTER_ADDR where the ranks meet; start with torchrun"),
+        ({"RANK": "1"}, "RANK=1 and WORLD_SIZE=1, and no MASTER_ADDR"),
+        ({"RANK": "x"}, "RANK='x', which is no whole number; start with torchrun, which sets it, or unset it"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE='-1', which is no whole number"),
+    ],
+)
+def test_an_environment_that_torchrun_does_not_make_is_refused(monkeypatch: pytest.MonkeyPatch, said: dict[str, str], says: str) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, said.get(name, "to be put back"))
+        if name not in said:
+            monkeypatch.delenv(name)
+    with pytest.raises(BadInput, match=says):
+        _ = open_world(1, timeout_s=5)
+    assert not dist.is_initialized()
+
+
 @pytest.mark.parametrize(("here", "tp", "refused"), [("2", 4, True), ("3", 2, True), ("4", 2, False), ("8", 8, False), (None, 8, False)])
 def test_a_tp_group_over_two_nodes_is_a_problem(monkeypatch: pytest.MonkeyPatch, here: str | None, tp: int, refused: bool) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

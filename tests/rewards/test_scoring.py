@@ -25,12 +25,12 @@ def test_a_reward_sees_the_sample():
     assert rewards.mean() == 1.0
 
 
-@pytest.mark.parametrize("value", [True, 1, 1.0, numpy.float32(1.0), numpy.int64(1)])
+@pytest.mark.parametrize("value", [True, 1, 1.0, numpy.float32(1.0), numpy.int64(1), numpy.array(1), torch.tensor(1.0), torch.tensor(True)])
 def test_what_is_a_number(value):
     assert score(rollouts("a"), lambda _: value).values.tolist() == [1.0]
 
 
-@pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf"), 1e300, 1 + 1j, [1.0], torch.tensor(1.0)])
+@pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf"), 1e300, 1 + 1j, [1.0], torch.ones(1), torch.tensor(torch.nan)])
 def test_nonsense_is_a_failure_and_no_zero(value):
     rewards = score(rollouts("good", "bad"), lambda s: value if s.response == "bad" else 2.0)
     assert failed(rewards) == [(1, "nonsense")]
@@ -91,9 +91,20 @@ def test_what_is_no_function_is_refused():
         score(rollouts("a"), "last_number")
 
 
-@pytest.mark.parametrize("bad", [{"deadline_s": 0}, {"deadline_s": -1}, {"workers": 0}])
-def test_limits_that_cannot_work(bad):
-    with pytest.raises(BadInput):
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({"deadline_s": 0}, "deadline_s must be above 0"),
+        ({"deadline_s": -1}, "deadline_s must be above 0"),
+        ({"deadline_s": float("nan")}, "deadline_s must be above 0 and finite, .* got nan"),
+        ({"deadline_s": float("inf")}, "deadline_s must be above 0 and finite, .* got inf"),
+        ({"deadline_s": "1"}, r"rewards\(state, rollouts, reward\): deadline_s must be float, got '1'"),
+        ({"workers": 0}, "workers at least 1"),
+        ({"workers": 1.5}, r"rewards\(state, rollouts, reward\): workers must be int, got 1.5"),
+    ],
+)
+def test_limits_that_cannot_work(bad, says):
+    with pytest.raises(BadInput, match=says):
         score(rollouts("a"), lambda _: 1.0, **bad)
 
 

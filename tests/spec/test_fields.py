@@ -1,5 +1,6 @@
 """Specifications are held to what their fields say, when they are made; and ranks to the same specification."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 import rft
 from rft.effects import launching
 from rft.errors import BadInput
-from rft.spec import DeepSpeedTrainer, FSDP2Trainer, LoRA, TransformersEngine, VLLMEngine
+from rft.spec import DeepSpeedTrainer, FSDP2Trainer, LoRA, SGLangEngine, TransformersEngine, VLLMEngine
 
 
 @pytest.mark.parametrize(
@@ -24,13 +25,37 @@ from rft.spec import DeepSpeedTrainer, FSDP2Trainer, LoRA, TransformersEngine, V
         (lambda: rft.LaunchSpec(model="m", reference=True), r"LaunchSpec.reference must be Reference \| None, got True"),
         (lambda: rft.LaunchSpec(model="m", reward_models={"one": "path"}), r"LaunchSpec.reward_models must be Mapping\[str, RewardModel\]"),
         (lambda: rft.LaunchSpec(model="m", engine=TransformersEngine), r"engine must be a specification such as TransformersEngine\(\)"),
-        (lambda: rft.LaunchSpec(model="m", trainer=FSDP2Trainer), "LaunchSpec.trainer must be a specification"),
+        (lambda: rft.LaunchSpec(model="m", trainer=FSDP2Trainer), r"LaunchSpec.trainer must be a specification such as FSDP2Trainer\(\)"),
+        (lambda: rft.LaunchSpec(model="m", trainer=None), "LaunchSpec.trainer must be a specification .* got None"),
+        (lambda: rft.LaunchSpec(model="m", trainer=SGLangEngine()), "LaunchSpec.trainer must be a specification .* got SGLangEngine"),
+        (lambda: rft.LaunchSpec(model="m", trainer=rft.Critic()), "LaunchSpec.trainer must be a specification .* got Critic"),
+        (lambda: rft.LaunchSpec(model="m", engine=FSDP2Trainer()), "engine must be a specification .*, or None, got FSDP2Trainer"),
+        (lambda: rft.LaunchSpec(model="m", deadline_s=math.nan), "LaunchSpec.deadline_s must be above 0 and finite, got nan"),
+        (lambda: rft.LaunchSpec(model="m", deadline_s=math.inf), "LaunchSpec.deadline_s must be above 0 and finite, got inf"),
+        (lambda: rft.LaunchSpec(model="m", seed=True), "LaunchSpec.seed must be int, got True"),
+        (lambda: LoRA(targets=["q_proj"]), r"LoRA.targets must be a tuple of names .* got \['q_proj'\]"),
+        (lambda: LoRA(targets=("q_proj", 3, "v_proj")), "LoRA.targets must be a tuple of names"),
+        (lambda: LoRA(targets=()), r"LoRA.targets must be a tuple of names such as \('q_proj', 'v_proj'\)"),
+        (lambda: FSDP2Trainer(total_steps=-3), "FSDP2Trainer.total_steps must be at least 1, got -3"),
+        (lambda: DeepSpeedTrainer(total_steps=0), "DeepSpeedTrainer.total_steps must be at least 1, got 0"),
         (lambda: rft.Critic(where="disk"), "Critic.where must be 'device' or 'host', got 'disk'"),
     ],
 )  # fmt: skip
 def test_a_field_that_is_not_what_it_says_is_refused(made: Any, says: str) -> None:
     with pytest.raises(BadInput, match=says):
         _ = made()
+
+
+class Own:
+    """A specification that is none of ours."""
+
+    def build(self, *_: object) -> Any:
+        raise AssertionError("it is not launched")
+
+
+def test_a_specification_of_ones_own_is_taken() -> None:
+    own = Own()
+    assert rft.LaunchSpec(model="m", engine=own, trainer=own).engine is own
 
 
 def test_whole_numbers_are_numbers() -> None:
