@@ -1,6 +1,6 @@
 """A memory plan beside what a run really takes, phase by phase.
 
-    torchrun --nproc-per-node 1 -m tests.benchmarks.memory MODEL-FOLDER-TO-MAKE SIZE NAME [vllm|transformers] [LENGTH]
+    torchrun --nproc-per-node 1 -m tests.benchmarks.memory MODEL-FOLDER-TO-MAKE SIZE NAME [vllm|sglang|transformers] [LENGTH]
 
 NAME is one of SETTINGS below; prompts and responses have LENGTH tokens each. Two batches go through every phase; each phase's planned peak
 stands beside the measured one, and a line is appended to results/memory.jsonl.
@@ -8,6 +8,7 @@ stands beside the measured one, and a line is appended to results/memory.jsonl.
 
 import dataclasses as dc
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -71,6 +72,7 @@ def setting_of(model: str, name: str, engine: str, length: int) -> Setting:
     cache = 4 * GIB if CUDA else 64 * MIB
     engines = {
         "vllm": WatchedVLLM(max_model_len=2 * length, cache_bytes=cache),
+        "sglang": WatchedSGLang(max_model_len=2 * length, cache_bytes=cache, attention=os.environ.get("RFT_BENCHMARK_ATTENTION")),
         "transformers": rft.TransformersEngine(max_model_len=2 * length),
     }
     trainer = WatchedTrainer(lr=0.0, micro_batch_tokens=16384 if CUDA else 64, **trained)
@@ -154,6 +156,17 @@ class WatchedVLLM(rft.VLLMEngine):
 
     def build(self, model: Any, world: Any) -> Any:
         """See `VLLMEngine`."""
+        built = super().build(model, world)
+        look("engine built")
+        return built
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class WatchedSGLang(rft.SGLangEngine):
+    """SGLang, looked at once it is built."""
+
+    def build(self, model: Any, world: Any) -> Any:
+        """See `SGLangEngine`."""
         built = super().build(model, world)
         look("engine built")
         return built
