@@ -10,7 +10,7 @@ prompt share.
 import dataclasses as dc
 import hashlib
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Bool, Float32, Int64
@@ -165,8 +165,10 @@ class Minibatch(Experience):
 def assemble(*parts: tuple[Rollouts, Int64[Tensor, "row"]]) -> Rollouts:
     """Some rows of several rollouts as rollouts of their own, a batch with a name of its own; padded to the longest.
 
-    Raises `BadInput` for no part, or for parts that were sampled in different ways.
+    Raises `BadInput` for no part, for what is none, for rows that a part does not have, and for parts that were sampled in different ways.
     """
+    for part in parts:
+        _require_part(part)
     if not parts or len({part.sampling for part, _ in parts}) > 1:
         raise BadInput(f"assemble needs rollouts that were sampled in one way, got {[part.sampling for part, _ in parts] or 'none'}")
     width = max(part.tokens.shape[1] for part, _ in parts)
@@ -186,6 +188,21 @@ def assemble(*parts: tuple[Rollouts, Int64[Tensor, "row"]]) -> Rollouts:
     made_of = ", ".join(dict.fromkeys(part.batch for part, _ in parts))
     batch = BatchId(f"assembled {hashlib.blake2b(name.encode(), digest_size=8).hexdigest()} ({made_of})")
     return Rollouts(batch=batch, sampling=parts[0][0].sampling, images=images, **tensors, **texts)
+
+
+def _require_part(part: Any) -> None:
+    """Raises `BadInput` for what is no pair of rollouts and numbers of their rows."""
+    call = "assemble((rollouts, rows), …)"
+    if not isinstance(part, tuple) or len(cast(tuple[Any, ...], part)) != 2:
+        raise BadInput(f"{call}: a part is a pair of rollouts and the numbers of some of their rows, got {part!r:.80}")
+    rollouts, rows = cast(tuple[Any, Any], part)
+    require_kind(call, "the first of each pair", rollouts, Rollouts)
+    if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
+        raise BadInput(
+            f"{call}: rows are numbers in an int64 tensor of one axis (mask.nonzero()[:, 0] makes some of a mask), got {rows!r:.80}"
+        )
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(rollouts):
+        raise BadInput(f"{call}: there are rows {int(rows.min())} to {int(rows.max())} asked for, of rollouts with {len(rollouts)}")
 
 
 def experience(

@@ -11,6 +11,7 @@ from rft.errors import BadInput, ShapeError
 from rft.parallel.seeds import seed_of
 from rft.testing import SAMPLING, scripted_devices, scripted_launch, scripted_minibatch, scripted_prompts
 from tests.refusals import State, sampled, trained, with_old
+from tests.rollouts import rollouts as made
 
 
 @pytest.fixture
@@ -383,3 +384,22 @@ def test_old_logprobs_are_joined_by_batch_and_row(ready: State) -> None:
     assert torch.equal(seen[0], torch.zeros_like(seen[0])), "at the first step of a batch the ratio is 1"
     _ = rft.train_step(state, scripted_minibatch(parts[1]), objective)
     assert seen[1].any()
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (None, "a part is a pair"),
+        ((None, torch.tensor([0])), "the first of each pair must be Rollouts"),
+        ([0], "int64 tensor of one axis"),
+        (torch.tensor([0.0]), "int64 tensor of one axis"),
+        (torch.tensor(0), "int64 tensor of one axis"),
+        (torch.tensor([True, False]), "int64 tensor of one axis"),
+        (torch.tensor([-1]), "rows -1 to -1 asked for"),
+        (torch.tensor([0, 9]), "rows 0 to 9 asked for, of rollouts with 2"),
+    ],
+)
+def test_parts_that_are_none_are_refused(part: Any, says: str) -> None:
+    given = part if part is None or isinstance(part, tuple) else (made("a", "b"), part)
+    with pytest.raises(BadInput, match=says):
+        _ = rft.assemble(given)

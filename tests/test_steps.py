@@ -93,8 +93,9 @@ def _actor_away_with_old(state: State) -> State:
 
 
 def _foreign() -> rft.Rollouts:
+    """Of another launch, by a name that says nothing of it."""
     with scripted_launch() as state:
-        return sampled(rft.refresh(state))
+        return dc.replace(sampled(rft.refresh(state)), batch=rft.BatchId("by hand"))
 
 
 FOREIGN = _foreign()

@@ -166,8 +166,8 @@ def _record(name: str, fields: dict[str, Any], template: Any, path: str, tensors
     values = {field: _tree(item, getattr(template, field, None), f"{path}.{field}", tensors) for field, item in fields.items()}
     later = {field.name for field in dc.fields(template) if not field.init} if dc.is_dataclass(template) else set[str]()
     record = type(template)(**{field: value for field, value in values.items() if field not in later})
-    for field in later:
-        object.__setattr__(record, field, values[field])  # what the record made of it at first is older
+    for field in values if dc.is_dataclass(template) else ():
+        object.__setattr__(record, field, values[field])  # what the record makes of its fields at first, it had made before it was saved
     return record
 
 

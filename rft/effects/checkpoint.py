@@ -10,6 +10,7 @@ import contextlib
 import dataclasses as dc
 import json
 import logging
+import secrets
 import shutil
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ log = logging.getLogger("rft")
 T = TypeVar("T")
 Run = TypeVar("Run")
 FACTS = "facts.json"
-FORMAT = 1
+FORMAT = 2
 SAVE, RESTORE = "save(state, folder, run)", "restore(state, folder, run)"
 UNWRITTEN = "the checkpoint could not be written; older ones are as they were, and the state lives on"
 UNREAD = "the checkpoint could not be read; nothing was touched"
@@ -119,6 +120,7 @@ def _facts(runtime: Runtime, state: RuntimeState[Any, Any, Any, Any], named: Map
         "version": state.version,
         "generation": state.generation,
         "generated": runtime.lineage.count,
+        "branches": runtime.lineage.at(state.version),
         "ranks": runtime.world.size,
         "seed": runtime.spec.seed,
         "backend": runtime.trainer.name,
@@ -162,7 +164,7 @@ def restore(state: RuntimeState[Any, Any, Any, Any], folder: Path, run: Run) -> 
         named = named or _read_with_all_there(runtime, path, facts)
         for part, of in _parts(runtime).items():
             of.install({name.removeprefix(f"{part}."): tensor for name, tensor in named.items() if name.startswith(f"{part}.")})
-        runtime.lineage.rewind(PolicyVersion(facts["version"]), facts["generated"])
+        runtime.lineage.go_on(facts["branches"], runtime.lockstep.gather(secrets.token_hex(4))[0], facts["generated"])
         runtime.watch.remember(facts["watch"])
         _to_places(state, runtime)
         if random is not None:

@@ -41,7 +41,7 @@ def generate(state: RuntimeState[Any, Any, Any, Any], prompts: Prompts, sampling
     stops = StopStrings(runtime.model.tokenizer, sampling.stop)
     completions = [stops.cut(completion) for completion in shared.own(completions)]
     runtime.sampled_after = runtime.of_engine
-    return _rollouts(runtime, runtime.lineage.next_batch(state.generation), prompts, sampling, completions, version)
+    return _rollouts(runtime, runtime.lineage.next_batch(state.generation, version), prompts, sampling, completions, version)
 
 
 def check_lag(state: RuntimeState[Any, Any, Any, Any], max_lag: int) -> None:

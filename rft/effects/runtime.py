@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses as dc
+import secrets
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -70,7 +71,7 @@ class Runtime(Devices):
         self._engine = engine
         self.trace = Trace()
         self.watch = Watch(spec.probe_every, model)
-        self.lineage = Lineage()
+        self.lineage = Lineage(world.rank, lockstep.gather(secrets.token_hex(4))[0])
         self.damaged = set[Path]()
         """Checkpoints whose content a restore found to be another than was written."""
         self.of_engine, self.sampled_after = "launch", "launch"

@@ -87,7 +87,7 @@ def _check(call: str, state: RuntimeState[Any, Any, Any, Any], rollouts: Sequenc
         raise WrongBatch(f"{call}(state, *rollouts): the same batch was given twice: {', '.join(r.batch for r in rollouts)}")
     for r in rollouts:
         newest = int(r.versions[r.sampled].max()) if r.sampled.any() else 0
-        if newest > state.version or runtime_of(state).lineage.is_lost(r):
+        if newest > state.version or runtime_of(state).lineage.is_of_another(r):
             raise WrongBatch(
                 f"{call}(state, *rollouts): batch {r.batch} was sampled from version {newest} of other weights than this Actor has or had, "
                 f"which is at version {state.version}: of another run, or of what a restore has taken back; sample anew"

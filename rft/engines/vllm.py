@@ -128,6 +128,8 @@ def _options(spec: VLLMEngine, model: ModelFolder, world: World) -> dict[str, An
         # The cache is pinned by its bytes; this is only compared with what is free at the start.
         "gpu_memory_utilization": 0.05,
         "enforce_eager": spec.eager or cpu,
+        # The CPU build cannot go on with a prompt that was cut in two, if its response has a seed of its own.
+        **({"enable_chunked_prefill": False, "max_num_batched_tokens": max(spec.max_model_len, 4096)} if cpu else {}),
         "enable_sleep_mode": not cpu,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",

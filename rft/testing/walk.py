@@ -39,6 +39,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rft import tree
+from rft.effects.runtime import runtime_of
 from rft.engines.faults import InjectedFault
 from rft.engines.scripted import scripted_logprob
 from rft.errors import ConsumedState, EngineFailed, EnginePoisoned, IllegalStep, RftError, RuntimeClosed, RuntimePoisoned, WrongBatch
@@ -60,7 +61,7 @@ from rft.testing.scripted import (
 )
 
 SCORING = ("compute_old_logprobs", "adopt_logprobs")
-"""Steps that take a batch in hand, and refuse what a restore has taken back."""
+"""Steps that take a batch in hand, and refuse one of another Actor."""
 Disguise = Callable[[State], State]
 
 
@@ -114,7 +115,6 @@ class RuntimeWalk(RuleBasedStateMachine):
         self._poison: str | None = None
         self._company: Company | None = None
         self._average = 0.0
-        self._here, self._taken_back = list[Rollouts](), set[str]()
 
     @initialize(abilities=launches, beside=companies)
     def begin(self, abilities: dict[str, Any], beside: Company | None) -> None:
@@ -222,7 +222,6 @@ class RuntimeWalk(RuleBasedStateMachine):
     def _launch(self, abilities: dict[str, Any]) -> None:
         self._launches.close()
         self._poison, self._average = None, 0.0
-        self._here, self._taken_back = list[Rollouts](), set[str]()
         self._remember(self._launches.enter_context(scripted_launch(**abilities, beside=self._company)))
 
     def _remember(self, state: State) -> None:
@@ -262,7 +261,7 @@ class RuntimeWalk(RuleBasedStateMachine):
             return {EnginePoisoned}
         if call.edge.name in state.devices.cannot or not call.edge.allows(joint_of(self._living)):
             return {IllegalStep}
-        if arguments and call.step.__name__ in SCORING and arguments[0][0].batch in self._taken_back:
+        if arguments and call.step.__name__ in SCORING and runtime_of(self._living).lineage.is_of_another(arguments[0][0]):
             return {WrongBatch}
         return call.refusals(self._living, arguments) if arguments else set()
 
@@ -301,7 +300,6 @@ class RuntimeWalk(RuleBasedStateMachine):
                 assert result.versions[result.sampled].unique().tolist() in ([self._living.weights.version], [])
                 assert torch.equal(result.logprobs, _exact(result, self._living.weights.version))
                 self._rollouts.append(result)
-                self._here.append(result)
             return
         follower = result[0] if isinstance(result, tuple) else result
         assert isinstance(follower, RuntimeState)
@@ -312,8 +310,6 @@ class RuntimeWalk(RuleBasedStateMachine):
             self._check_count(call, self._living, follower.old)
         if call.edge.kind in ("recovery", "restoration"):
             self._poison = None
-        if call.edge.kind == "restoration":
-            self._taken_back |= {each.batch for each in self._here if int(each.versions.max()) > follower.version}
         self._follow_average(call, follower)
         self._remember(follower)
 

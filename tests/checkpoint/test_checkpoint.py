@@ -97,6 +97,31 @@ def test_what_a_restore_took_back_is_of_another_actor(begun: State, tmp_path: Pa
     _ = rft.compute_old_logprobs(state, before, after, max_lag=1)
 
 
+def test_a_checkpoint_has_the_batches_that_led_to_it_whatever_was_restored_before(begun: State, tmp_path: Path) -> None:
+    def in_hand(state: State) -> tuple[State, rft.Rollouts]:
+        rollouts = sampled(state := rft.refresh(state))
+        return rft.sleep(state), rollouts
+
+    state, first = in_hand(begun)
+    _ = save(state, tmp_path / "early", RUN)
+    state, to_late = in_hand(stepped(state))
+    _ = save(state := stepped(state), tmp_path / "late", RUN)
+    state, _ = restore(state, tmp_path / "early", FRESH)
+    state, aside = in_hand(stepped(state))
+    with scripted_launch() as anew:
+        state, _ = restore(anew, tmp_path / "late", FRESH)
+        with refused(state, WrongBatch, "compute_old_logprobs", "sampled from version 1 of other weights"):
+            _ = rft.compute_old_logprobs(state, aside, max_lag=9)
+        state = rft.finish_batch(rft.compute_old_logprobs(state, first, to_late, max_lag=9))
+        state, _ = restore(state, tmp_path / "early", FRESH)
+        state = stepped(stepped(stepped(state)))
+        with refused(state, WrongBatch, "compute_old_logprobs", "what a restore has taken back"):
+            _ = rft.compute_old_logprobs(state, to_late, max_lag=9)
+        _ = rft.compute_old_logprobs(state, first, max_lag=9)
+    with scripted_launch() as other, refused(other, WrongBatch, "compute_old_logprobs", "of another run"):
+        _ = rft.compute_old_logprobs(other, first, max_lag=9)
+
+
 def test_saving_changes_nothing_and_the_state_lives_on(begun: State, tmp_path: Path) -> None:
     state = rft.refresh(begun)
     random_before = random.getstate(), torch.get_rng_state()

@@ -228,3 +228,18 @@ def test_trees_are_alike_only_if_every_leaf_is() -> None:
         dc.replace(full(), inner=Inner(scores=[0.1, float("inf"), 0.0], by_name=full().inner.by_name)),
     ):
         assert one.digest() != values.to_plain(other).digest()
+
+
+@dc.dataclass
+class Grown:
+    """Makes something of its fields, which must not be made twice."""
+
+    total: int = 100
+    more: dc.InitVar[int] = 7
+
+    def __post_init__(self, more: int) -> None:
+        self.total += more
+
+
+def test_what_a_record_made_of_its_fields_is_not_made_again() -> None:
+    assert values.from_plain(values.to_plain(Grown()), Grown()).total == 107

@@ -123,6 +123,15 @@ def test_many_more_requests_than_rows(engine: VLLM, module: Any) -> None:
     assert alone[0].tokens == completions[100].tokens
 
 
+def test_more_tokens_of_prompts_than_go_through_in_one_step(engine: VLLM, module: Any) -> None:
+    """A prompt that would be cut in two waits for the next step."""
+    wake_with(engine, module)
+    requests = [Request(tokens=tuple((row + place) % 250 for place in range(150)), seed=row) for row in range(30)]
+    assert sum(len(request.tokens) for request in requests) > 4096
+    sampled, again = (engine.generate(requests, Sampling(max_new_tokens=2)) for _ in range(2))
+    assert [each.tokens for each in sampled] == [each.tokens for each in again]
+
+
 def test_heads_that_tensor_parallelism_does_not_divide(folder: Path, world: World) -> None:
     import dataclasses
 
