@@ -16,7 +16,7 @@ NAMED = re.compile(r"\d+@\d+ v(\d+) of (\w+)-\d+")
 
 
 class Lineage:
-    """Names the batches of one rank of a launch, and knows where batches come from. `branch`: a name that no other has, alike on all ranks."""
+    """Names the batches of one rank of a launch, and knows where others come from. `branch` is its own alone, and alike on all ranks."""
 
     def __init__(self, rank: int, branch: str) -> None:
         self._rank, self._branch = rank, branch

@@ -271,7 +271,7 @@ def test_another_format_is_refused(saved: State, tmp_path: Path) -> None:
     facts = json.loads((path / "facts.json").read_text())
     manifest.write_json(path / "facts.json", {**facts, "format": 99})
     manifest.write(path, manifest.describe(path, manifest.files_below(path)))
-    with refused(saved, BadInput, "has format 99, and this version of rft reads 1"):
+    with refused(saved, BadInput, "has format 99, and this version of rft reads 2"):
         _ = restore(saved, tmp_path, FRESH)
 
 
