@@ -70,8 +70,9 @@ def _gathered(call: str, state: RuntimeState[Any, Any, Any, Any], rows: tuple[Te
     with runtime.lockstep.agreement():
         _check(call, rows)
     parts = runtime.lockstep.gather(rows)
-    if len({tuple(row.dim() for row in part) for part in parts}) > 1:
-        raise BadInput(f"{call}: ranks bring different tensors: {[tuple(tuple(row.shape) for row in part) for part in parts]}")
+    if len({tuple((row.dim(), row.dtype) for row in part) for part in parts}) > 1:
+        brought = "; ".join(f"rank {rank} {', '.join(f'{tuple(t.shape)} {t.dtype}' for t in part)}" for rank, part in enumerate(parts))
+        raise BadInput(f"{call}: ranks bring different tensors: {brought}; bring as many of the same axes and dtypes from each")
     first = sum(len(part[0]) for part in parts[: runtime.world.rank])
     return tuple(map(_stacked, zip(*parts, strict=True))), slice(first, first + len(rows[0]))
 

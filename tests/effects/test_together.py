@@ -89,3 +89,9 @@ def test_a_record_of_tensors_is_cut_as_a_tensor_is() -> None:
         first, second = rft.over_ranks(state, lambda x: (x + 1, x[:, None] * 2), torch.arange(3.0))
     assert first.tolist() == [1.0, 2.0, 3.0]
     assert second.tolist() == [[0.0], [2.0], [4.0]]
+
+
+def test_ranks_that_bring_different_dtypes_are_refused(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        assert rank["of two dtypes"].startswith("BadInput: over_ranks(state, function, *rows): ranks bring different tensors: rank 0 (2,) ")
+        assert "torch.float32; rank 1 (2,) torch.int64; bring" in rank["of two dtypes"]

@@ -39,6 +39,8 @@ def main() -> None:
         }
         seen["all rows"] = rft.all_rows(state, own["rewards"], own["logprobs"])
         seen["refused"] = refused(state, (own["rewards"][: 1 + world.rank], own["groups"][:1]))
+        whole = 2**24 + 1 + torch.arange(2)  # what float32 would round
+        seen["of two dtypes"] = refused(state, (whole if world.rank else whole.float(),))
         seen["ended"] = ended(rft.refresh(state), world.rank)
     torch.save(seen, Path(sys.argv[1]) / f"{world.rank}.pt")
     torch.distributed.destroy_process_group()
