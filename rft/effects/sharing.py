@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rft.engines.protocol import Completion, Request
 from rft.parallel.balance import balanced
+from rft.parallel.messages import gathered
 from rft.parallel.world import World
 
 Prompt = Sequence[Request]
@@ -63,8 +64,4 @@ class Shared:
 
 def _all(mine: Any, group: dist.ProcessGroup | None, size: int) -> list[Any]:
     """What each rank of a group has."""
-    if size == 1:
-        return [mine]
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, mine, group=group)
-    return found
+    return gathered(mine, group, size)

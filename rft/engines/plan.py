@@ -102,8 +102,16 @@ class Plan:
 
     def install(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, int]:
         """Replays every write. Returns the checksums of what the copies read, cast to the engine's dtype, by the given names."""
+        self.fill()
+        return self.write(tensors)()
+
+    def fill(self) -> None:
+        """Replays the writes of constants, which come before all others."""
         for fill in self._fills:
             _ = fill.target.fill_(fill.value)
+
+    def write(self, tensors: Iterator[tuple[str, Tensor]]) -> Callable[[], dict[str, int]]:
+        """Replays the writes of some tensors, without waiting for the device; what is returned waits, and gives their checksums."""
         names = list[str]()
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
@@ -113,7 +121,8 @@ class Plan:
                     yield copy.target, copy.source(tensor)
                 del tensor  # as `transfer` lets go of it
 
-        return self._by_name(transfer(pairs()), names)
+        sums = transfer(pairs())
+        return lambda: self._by_name(sums, names)
 
     def checksums(self, names: Sequence[str]) -> dict[str, int]:
         """Checksums of what lies now where the copies of each name wrote."""

@@ -75,12 +75,14 @@ class Bucket:
             packing.add(name, tensor)
         return packing.finish()
 
-    def write(self, pairs: Sequence[tuple[int, Tensor]]) -> Tensor:
-        """Writes tensors at their bytes, and returns their checksums when that is done."""
+    def write(self, pairs: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Callable[[], None]]:
+        """Writes tensors at their bytes; returns their checksums, unwaited for, and what waits until it is done."""
         sums = transfer((_view(self._memory, at, tensor.shape, self.dtype), tensor) for at, tensor in pairs)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        return sums
+        if self._device.type != "cuda":
+            return sums, _nothing
+        written = torch.cuda.Event()
+        written.record(torch.cuda.current_stream(self._device))
+        return sums, written.synchronize
 
     def __len__(self) -> int:
         return len(self._memory)
@@ -91,23 +93,28 @@ class Bucket:
 
 
 class _Packing:
-    """One run of a stream through a bucket: where the next tensor goes, and which bytes the other side may still be reading."""
+    """One run of a stream through a bucket: where the next tensor goes, and which bytes the other side may still be reading.
+
+    A part is handed over when it has been written, which is waited for only when the next one is being written, too.
+    """
 
     def __init__(self, bucket: Bucket, hand_over: Callable[[list[Entry]], None], wait: Callable[[], None]) -> None:
         self._bucket, self._hand_over, self._wait = bucket, hand_over, wait
         self._head = 0
         self._part = list[tuple[str, int, Tensor]]()
+        self._written = deque[tuple[list[Entry], Callable[[], None]]]()
         self._unread = deque[tuple[int, int]]()
+        """The bytes of parts that were written and not read yet, handed over or not."""
         self._names, self._sums = list[str](), list[Tensor]()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Finds a place for a tensor; what is in the way is handed over and waited for."""
         size = self._bucket.size_of(tensor)
         if self._head + size > len(self._bucket):
-            self._send()
+            self._write()
             self._head = 0
         if self._part and self._head - self._part[0][1] + size > len(self._bucket) // PARTS:
-            self._send()
+            self._write()
         while any(first < self._head + size and last > self._head for first, last in self._unread):
             self._take_back()
         self._part.append((name, self._head, tensor))
@@ -115,23 +122,37 @@ class _Packing:
 
     def finish(self) -> Mapping[str, int]:
         """Hands over the rest, and waits until all of it has been read."""
-        self._send()
+        self._write()
         while self._unread:
             self._take_back()
         sums = torch.cat(self._sums).tolist() if self._sums else []
         return dict(zip(self._names, sums, strict=True))
 
-    def _send(self) -> None:
+    def _write(self) -> None:
         if self._part:
-            self._sums.append(self._bucket.write([(at, tensor) for _, at, tensor in self._part]))
+            sums, done = self._bucket.write([(at, tensor) for _, at, tensor in self._part])
+            self._sums.append(sums)
             self._names += [name for name, _, _ in self._part]
             self._unread.append((self._part[0][1], self._head))
-            self._hand_over([(name, tuple(tensor.shape), at) for name, at, tensor in self._part])
+            self._written.append(([(name, tuple(tensor.shape), at) for name, at, tensor in self._part], done))
             self._part = []
+            self._send(all_but=1)
+
+    def _send(self, *, all_but: int) -> None:
+        while len(self._written) > all_but:
+            entries, done = self._written.popleft()
+            done()
+            self._hand_over(entries)
 
     def _take_back(self) -> None:
+        if len(self._written) == len(self._unread):  # nothing of it has been handed over
+            self._send(all_but=len(self._written) - 1)
         self._wait()
         _ = self._unread.popleft()
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
 
 
 def accept(link: Any) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from rft.engines import sglang_process
 from rft.engines.sglang_bucket import Bucket
 from rft.errors import EngineFailed, RftError, SyncFailed
+from rft.parallel.messages import gathered
 from rft.parallel.world import World
 
 log = logging.getLogger("rft")
@@ -135,11 +136,7 @@ class Group:
 
     def _gathered(self, own: T) -> list[T]:
         """Of all ranks of the TP group, in their order."""
-        if self._world.tp_size == 1:
-            return [own]
-        together: list[T] = [own] * self._world.tp_size
-        dist.all_gather_object(together, own, group=self._world.tp)
-        return together
+        return gathered(own, self._world.tp, self._world.tp_size)
 
     def _shared(self, function: Callable[[], T]) -> T:
         """What a function gives on the first rank, on all of them; and so with its failure."""

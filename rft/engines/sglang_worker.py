@@ -10,10 +10,11 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from rft.engines.delivery import Names
 from rft.engines.pages import give_back_pages
 from rft.engines.plan import NoPlan, Plan, record
 from rft.engines.protocol import WHOLE
-from rft.engines.sglang_bucket import Entry, accept, unpacked
+from rft.engines.sglang_bucket import accept, unpacked
 from rft.narrow import UNCUT
 from rft.ops.checksum import checksum
 from rft.ops.transfer import standing
@@ -41,6 +42,8 @@ PLAIN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMetho
 SHARED = re.compile(r"/dev/shm/sgl\S+$", re.MULTILINE)
 """Files of SGLang's own in shared memory, among what a process has mapped."""
 log = logging.getLogger("rft")
+Sums = tuple[Mapping[str, int], Mapping[str, int]]
+"""Checksums by name: of what came, cast as it was sent, and of what is held of it, as far as that is known by name."""
 
 
 def run(*arguments: Any, **named: Any) -> None:
@@ -123,20 +126,28 @@ class _Seat:
         dtype = getattr(torch, self._next()[1])
         assert self._sync is not None, "a plan comes first"
         memory, arrived, received = accept(self._link), dict[str, int](), dict[str, int]()
+        begun = deque[Callable[[], Sums]]()
         self._link.send(("ok", None))
-        while (message := self._next())[0] == "part":
-            entries: list[Entry] = message[1]
-            tensors = unpacked(memory, entries, dtype)
-            unread = {name: tensor for name, tensor in tensors if not self._sync.sums_up(name)}
-            sums, part = standing(list(unread.values())), self._sync.install(tensors)
-            received |= part
-            arrived |= {name: part[name] for name, _ in tensors if name not in unread} | dict(zip(unread, sums.tolist(), strict=True))
-            if memory.is_cuda:
-                torch.cuda.current_stream().synchronize()
-            del tensors, unread
-            self._link.send(("ok", None))
+        self._sync.begin()
+        while True:
+            # What is there already is begun before what was begun is waited for.
+            while begun and not self._link.poll(0):
+                self._acknowledge(begun.popleft(), arrived, received)
+            message = self._next()
+            if message[0] != "part":
+                break
+            begun.append(self._sync.install(unpacked(memory, message[1], dtype)))
+        while begun:
+            self._acknowledge(begun.popleft(), arrived, received)
         del memory
         self._link.send(("ok", (arrived, received)) if message == ("end",) else ("stopped", None))
+
+    def _acknowledge(self, ended: Callable[[], Sums], arrived: dict[str, int], received: dict[str, int]) -> None:
+        """Waits for a part, and tells the rank that it has been read."""
+        came, held = ended()
+        arrived |= came
+        received |= held
+        self._link.send(("ok", None))
 
     def _next(self) -> Any:
         if not self._link.poll(PATIENCE_S):
@@ -181,15 +192,23 @@ class _ByPlan:
         self._tensors = {name: names for names in shapes for name in names}
         self._names = {names: names[0] for names in shapes}
 
-    def sums_up(self, name: str) -> bool:
-        """See `Plan`: most of what comes need not be read once more to know that it arrived as it was sent."""
-        return self._plan.sums_up(name)
+    def begin(self) -> None:
+        """A whole set of weights is to come."""
+        self._plan.fill()
 
     @torch.inference_mode()
-    def install(self, tensors: list[tuple[str, Tensor]]) -> dict[str, int]:
-        """Returns the checksums of what came, as far as this rank holds it."""
+    def install(self, tensors: list[tuple[str, Tensor]]) -> Callable[[], Sums]:
+        """Begins to write a part; see `Sums`. Most of what comes is not read once more to know that it arrived as it was sent."""
         self._names |= {self._tensors[name]: name for name, _ in tensors}
-        return self._plan.install(iter(tensors))
+        unread = {name: tensor for name, tensor in tensors if not self._plan.sums_up(name)}
+        sums, written, done = standing(list(unread.values())), self._plan.write(iter(tensors)), _mark(tensors)
+
+        def ended() -> Sums:
+            done()
+            held = written()
+            return {name: held[name] for name, _ in tensors if name not in unread} | dict(zip(unread, sums.tolist(), strict=True)), held
+
+        return ended
 
     @torch.inference_mode()
     def checksums(self) -> dict[str, int]:
@@ -205,20 +224,33 @@ class _ByLoading:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
 
-    def sums_up(self, name: str) -> bool:
-        """Of nothing; see `install`."""
-        del name
-        return False
+    def begin(self) -> None:
+        """Nothing is to be done before the first part."""
 
-    def install(self, tensors: list[tuple[str, Tensor]]) -> dict[str, int]:
-        """Gives no checksums of its own: what the layout makes of a tensor is not known by its name."""
-        load: Any = self._model.load_weights
+    def install(self, tensors: list[tuple[str, Tensor]]) -> Callable[[], Sums]:
+        """Loads a part; see `Sums`. What the layout makes of a tensor is not known by its name."""
+        sums, load = standing([tensor for _, tensor in tensors]), cast(Any, self._model).load_weights
         load(iter(tensors))
-        return {}
+        done = _mark(tensors)
+
+        def ended() -> Sums:
+            done()
+            return dict(zip((name for name, _ in tensors), sums.tolist(), strict=True)), {}
+
+        return ended
 
     def checksums(self) -> dict[str, int]:
         """The sum over all parameters, modulo 2^63."""
         return {WHOLE: int(torch.stack([checksum(parameter) for parameter in self._model.parameters()]).sum())}
+
+
+def _mark(tensors: list[tuple[str, Tensor]]) -> Callable[[], object]:
+    """What waits for all that the device has been given to do with them."""
+    if not tensors[0][1].is_cuda:
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize
 
 
 def _planned(model: torch.nn.Module, shapes: Mapping[Names, torch.Size], dtype: torch.dtype) -> Plan:

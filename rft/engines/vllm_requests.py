@@ -53,12 +53,44 @@ def sparing() -> Generator[None]:
     does not let itself be spared does all of it.
     """
     from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.outputs import LogprobsLists
 
-    def note(processor: Any, step: Any) -> None:
-        processor.logprobs.logprobs.extend(step.logprobs[:, 0].tolist())
+    step = _Step()
 
-    with replaced(LogprobsProcessor, "_update_sample_logprobs", note):
+    def of_one(lists: Any, row: int, count: int) -> "_Numbers":
+        return step.of_one(lists, row, count)
+
+    def note(processor: Any, numbers: "_Numbers") -> None:
+        processor.logprobs.logprobs.extend(numbers)
+
+    with contextlib.ExitStack() as stack:
+        if hasattr(LogprobsProcessor, "_update_sample_logprobs") and hasattr(LogprobsLists, "slice_request"):
+            _ = stack.enter_context(replaced(LogprobsProcessor, "_update_sample_logprobs", note))
+            _ = stack.enter_context(replaced(LogprobsLists, "slice_request", of_one))
         yield
+
+
+class _Numbers(list[float]):
+    """The log-probs of a response's new tokens, as vLLM hands them on."""
+
+    def slice_request(self, first: int, count: int) -> "_Numbers":
+        """As `LogprobsLists` has it."""
+        return _Numbers(self[first : first + count])
+
+
+class _Step:
+    """The log-probs of all responses in the step that vLLM is going through."""
+
+    def __init__(self) -> None:
+        self._lists: Any = None
+        self._numbers: list[float] = []
+
+    def of_one(self, lists: Any, row: int, count: int) -> _Numbers:
+        """Those of the response in a row, which has `count` new tokens."""
+        if lists is not self._lists:
+            self._lists, self._numbers = lists, lists.logprobs[:, 0].tolist()
+        first = row if lists.cu_num_generated_tokens is None else lists.cu_num_generated_tokens[row]
+        return _Numbers(self._numbers[first : first + count])
 
 
 def completion(output: "RequestOutput") -> Completion:

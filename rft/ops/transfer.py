@@ -5,10 +5,10 @@ here one kernel reads the sources, casts, writes the targets, and adds the cast 
 Where there is no CUDA device, or a part is not contiguous, torch's own operators do the same, one after the other.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Int64
 from torch import Tensor
@@ -18,7 +18,7 @@ from rft.ops.checksum import COLUMNS, WORD, checksum, multipliers
 Pair = tuple[Tensor, Tensor]
 """(target, source), of the same shape."""
 
-BATCH = 1024 << 20
+BATCH = 512 << 20
 """Bytes of sources that are waited for before a launch; so many are held at a time."""
 WORDS, ROUNDS, WARPS = 512, 32, 4
 """A program of the kernel takes ROUNDS times WORDS words; WORDS is less than `COLUMNS`, so that it passes their end once a round. These
@@ -96,16 +96,18 @@ class _Launch:
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         target, source = pairs[0]
-        words = [t.nbytes // WORD for t, _ in pairs]
-        programs = [-(-count // (WORDS * ROUNDS)) for count in words]
-        starts = [0, *itertools.accumulate(programs)]
-        rows = [(s.data_ptr(), t.data_ptr(), count, start) for (t, s), count, start in zip(pairs, words, starts, strict=False)]
-        numbers = [*itertools.chain.from_iterable(rows), *programs, *(t.nbytes for t, _ in pairs)]
-        self._jobs, counts, sizes = _sent(numbers, target.device).split([4 * len(pairs), len(pairs), len(pairs)])
-        self._programs = starts[-1]
-        self._owners = torch.arange(len(pairs), device=target.device).repeat_interleave(counts, output_size=self._programs)
-        self._factors = multipliers(target.device)
-        self._begin = sizes * self._factors[0]
+        words = np.array([t.nbytes // WORD for t, _ in pairs])
+        programs = -(-words // (WORDS * ROUNDS))
+        starts = programs.cumsum() - programs
+        addresses = [np.array([tensor.data_ptr() for tensor in each], dtype=np.int64) for each in zip(*pairs, strict=True)]
+        jobs = np.stack([addresses[1], addresses[0], words, starts], axis=1).reshape(-1)
+        begin = np.array([t.nbytes for t, _ in pairs]) * multipliers(torch.device("cpu"))[0].numpy()  # modulo 2^64, as all of it
+        owners = np.arange(len(pairs)).repeat(programs)
+        # All in one copy: each operator on the device would take longer to launch than to run.
+        self._jobs, self._begin, self._owners = _sent(np.concatenate([jobs, begin, owners]), target.device).split(
+            [len(jobs), len(pairs), len(owners)]
+        )
+        self._programs, self._factors = len(owners), multipliers(target.device)
         self._kinds, self._words = (source.dtype, target.dtype), (WORD // target.itemsize, COLUMNS, WORDS, ROUNDS)
 
     def run(self, *, store: bool) -> Int64[Tensor, "pair"]:
@@ -119,9 +121,9 @@ class _Launch:
         return totals
 
 
-def _sent(numbers: Sequence[Any], device: torch.device) -> Tensor:
+def _sent(numbers: Sequence[int] | np.ndarray[Any, Any], device: torch.device) -> Tensor:
     """Integers on the device, without waiting for what it is doing: only pinned memory is copied that way."""
-    return torch.tensor(numbers, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+    return torch.as_tensor(numbers, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
 
 
 def _kind(dtype: torch.dtype) -> Any:

@@ -23,6 +23,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from rft.errors import PeerFailed, RanksDiverged
 from rft.parallel.board import Board, told
 from rft.parallel.last_words import last_words, say
+from rft.parallel.messages import gathered
 from rft.parallel.whereabouts import Whereabouts, lost_others, may_be_alone
 from rft.parallel.world import World
 
@@ -136,13 +137,10 @@ class Lockstep:
 
         Raises `RanksDiverged` where another rank does not come before the deadline, or is gone.
         """
-        values = [value] * self._world.size
-        if self._world.size > 1:
-            try:
-                dist.all_gather_object(values, value, group=self._world.host)
-            except RuntimeError as error:  # gloo has no error of its own
-                raise self._diverged(f"the ranks lost each other in {self._here.step} ({error}):\n{self.table()}", for_good=True) from error
-        return values
+        try:
+            return gathered(value, self._world.host, self._world.size)
+        except RuntimeError as error:  # gloo has no error of its own
+            raise self._diverged(f"the ranks lost each other in {self._here.step} ({error}):\n{self.table()}", for_good=True) from error
 
     def _tell(self, *, done: bool = False) -> None:
         if self._board is not None:

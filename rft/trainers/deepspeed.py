@@ -94,6 +94,7 @@ class ZeRO:
         self.shelves: dict[Part, Shelf] = {part: Shelf(tensors) for part, tensors in parts.items()}
         self._slices, self._among = Slices(world, world.size), Gathering(group=None, size=world.size, device=world.device)
         self._hand_out(whole)
+        self._listed: dict[str, Tensor] = self.root.named()
         deepspeed_state.release_room(self._optimizer)
 
     # ---- computing ----
@@ -191,16 +192,16 @@ class ZeRO:
         for shelf in self.shelves.values():
             shelf.close()
         self.root = self._engine = self._optimizer = None
-        self.parameters, self._held = [], {}
+        self.parameters, self._held, self._listed = [], {}, {}
 
     def _learning(self) -> Wanted:
-        return {n for n, t in self.root.named().items() if t.requires_grad}.__contains__
+        return {n for n, t in self._listed.items() if t.requires_grad}.__contains__
 
     def _named(self, wanted: Wanted = every) -> dict[str, Held]:
-        return {n: self._held[id(t)] for n, t in self.root.named().items() if id(t) in self._held and wanted(n)}
+        return {n: self._held[id(t)] for n, t in self._listed.items() if id(t) in self._held and wanted(n)}
 
     def _buffers(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
-        yield from ((n, t) for n, t in self.root.named().items() if id(t) not in self._held and wanted(n))
+        yield from ((n, t) for n, t in self._listed.items() if id(t) not in self._held and wanted(n))
 
     def _here(self, tensor: Tensor) -> Tensor:
         """A tensor of this rank's, on the host while it is away."""
@@ -210,8 +211,8 @@ class ZeRO:
         self, kind: str, wanted: Wanted = every, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()
     ) -> Iterator[tuple[str, Tensor]]:
         """Everything of one kind, gathered."""
-        parts = [(n, held, held.stretches[kind]) for n, held in self._named(wanted).items() if kind in held.stretches]
-        pieces = [Piece(name=n, shape=held.shape, bounds=held.bounds, own=self._here(own)) for n, held, own in parts]
+        parts = ((n, held, held.stretches[kind]) for n, held in self._named(wanted).items() if kind in held.stretches)
+        pieces = (Piece(name=n, shape=held.shape, bounds=held.bounds, own=self._here(own)) for n, held, own in parts)
         yield from assembled(pieces, self._among, dtype, narrows)
 
     def _hand_out(self, whole: Mapping[str, Tensor]) -> None:

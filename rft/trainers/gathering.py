@@ -8,7 +8,7 @@ On CUDA collectives run on a stream of their own, which the reader's waits for w
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -16,14 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rft.narrow import UNCUT, Narrows, narrowed
+from rft.parallel.messages import all_gather
 from rft.trainers.exchange import Exchanged, is_cut_for
 from rft.trainers.pieces import Gathering, Piece, copy_each, end, even_bounds, slot
 
 BUCKET = 512 << 20
 """Bytes of full tensors that travel together; a larger tensor has a bucket to itself."""
-
-# The same collective by the name that newer PyTorch gives it, or the one that it deprecates.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
 
 T = TypeVar("T")
 Shard = tuple[str, tuple[int, ...], Tensor]
@@ -32,7 +30,7 @@ Way = Literal["packed", "exchanged", "scattered"]
 
 
 def gathered(
-    shards: Sequence[Shard], among: Gathering, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()
+    shards: Iterable[Shard], among: Gathering, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor in full, on this rank's device, in memory of its own; in the dtype that `Gathering.dtype_of` tells, rounded as a cast
     of the whole would be. Or, where `narrows` has an entry for this rank, that part of it. Collective: exhaust it on every rank. A
@@ -40,13 +38,13 @@ def gathered(
 
     On one rank nothing is copied, and the part itself is given, wherever it lies.
     """
-    return assembled([_rows(shard, among.size) for shard in shards], among, dtype, narrows)
+    return assembled((_rows(shard, among.size) for shard in shards), among, dtype, narrows)
 
 
 def assembled(
-    pieces: Sequence[Piece], among: Gathering, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()
+    pieces: Iterable[Piece], among: Gathering, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """As `gathered`, of stretches."""
+    """As `gathered`, of stretches. They are asked for as their bucket is due, so that the first one is on its way at once."""
     wanted = among.of(narrows)
     if among.size == 1:
         yield from narrowed(((piece.name, piece.own.view(piece.shape)) for piece in pieces), wanted[0])
@@ -92,15 +90,15 @@ def _way(piece: Piece, wanted: Sequence[Narrows]) -> Way:
     return "packed" if _is_even(piece) else "scattered"
 
 
-def _alike(pieces: Sequence[Piece], wanted: Sequence[Narrows], size: Callable[[Piece], int]) -> Iterator[tuple[Way, list[Piece]]]:
+def _alike(pieces: Iterable[Piece], wanted: Sequence[Narrows], size: Callable[[Piece], int]) -> Iterator[tuple[Way, list[Piece]]]:
     """Buckets of pieces that go in the same way."""
     way_of = functools.partial(_way, wanted=wanted)
     for way, same in itertools.groupby(pieces, key=way_of):
-        for bucket in _buckets(list(same), size):
+        for bucket in _buckets(same, size):
             yield way, bucket
 
 
-def _buckets(items: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+def _buckets(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
     """Neighbours, up to `BUCKET` bytes of them together."""
     bucket, held = list[T](), 0
     for item in items:
@@ -136,7 +134,7 @@ class _Packed:
         self._bytes = torch.empty(among.size, sum(self._slots), dtype=torch.uint8, device=among.device)
         own = self._bytes[dist.get_rank(among.group)]
         self._pack(own)
-        self._works: list[Any] = [_all_gather(self._bytes.view(-1), own, group=among.group, async_op=True)]
+        self._works: list[Any] = [all_gather(self._bytes.view(-1), own, group=among.group, async_op=True)]
 
     def wait(self) -> None:
         """Until everything has arrived; see `pieces.end`. Idempotent."""

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 from torch.nn.functional import pad
@@ -16,6 +15,7 @@ from rft.images import Placeholder, RowImages, misfit, unmatched
 from rft.objectives import MicroBatch
 from rft.ops.aggregation import Totals
 from rft.parallel.batches import Batches, Layout, Rows, plan
+from rft.parallel.messages import gathered
 from rft.parallel.world import World
 from rft.state import BatchId
 
@@ -113,10 +113,7 @@ def agree(world: World, own: Share, budget: int, *, width: int, layout: Layout) 
 
 def gather(world: World, own: T) -> list[T]:
     """Collective: what every rank gives, in rank order. It travels by pickle and is to be small."""
-    values = [own] * world.size
-    if world.size > 1:
-        dist.all_gather_object(values, own, group=world.host)
-    return values
+    return gathered(own, world.host, world.size)
 
 
 Asked = tuple[Int64[Tensor, "row seq"], Bool[Tensor, "row seq"], Bool[Tensor, "row seq"], Float32[Tensor, "row"]]

@@ -1,6 +1,7 @@
 """What the ranks hold of a model between them: of each tensor, laid out flat, a stretch each."""
 
 import dataclasses as dc
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ class Gathering:
         return narrows[self.first : self.first + self.size] or [UNCUT] * self.size
 
 
+@functools.lru_cache(maxsize=4096)
 def even_bounds(count: int, ranks: int, each: int | None = None) -> Bounds:
     """Stretches of `count` numbers, all of one length (`each`) but the last ones, as `torch.chunk` cuts."""
     each = -(-count // ranks) if each is None else each

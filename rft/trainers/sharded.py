@@ -40,6 +40,7 @@ class Sharded:
         self._give_memory()
         self._hand_out(whole)
         self.weights = Shelf([] if on_host else local(self.parameters))
+        self._named: dict[str, Tensor] = self.root.named()
 
     # ---- computing ----
 
@@ -71,32 +72,32 @@ class Sharded:
         self, wanted: Wanted = every, dtype: torch.dtype | None = None, narrows: Sequence[Narrows] = ()
     ) -> Iterator[tuple[str, Tensor]]:
         """See `Backend`."""
-        named = {n: t for n, t in self.root.named().items() if wanted(n)}
-        parts = self._readable()
-        shards = [(n, tuple(t.shape), parts[id(t)]) for n, t in named.items() if id(t) in parts]
+        ours = set(map(id, self.parameters))
+        named = ((n, t) for n, t in self._named.items() if id(t) in ours and wanted(n))
+        shards = ((n, tuple(t.shape), self._readable([t])[id(t)]) for n, t in named)
         yield from gathered(shards, self._among, dtype, narrows)
         yield from narrowed(self.buffers(wanted), narrows[self._world.rank] if narrows else UNCUT)
 
     def buffers(self, wanted: Wanted = every) -> Iterator[tuple[str, Tensor]]:
         """Every named tensor that is no parameter; each rank has all of it."""
         ours = set(map(id, self.parameters))
-        yield from ((n, t) for n, t in self.root.named().items() if id(t) not in ours and wanted(n))
+        yield from ((n, t) for n, t in self._named.items() if id(t) not in ours and wanted(n))
 
     def sliced(self) -> dict[str, tuple[Any, Tensor]]:
         """Every named parameter, and this rank's slice of it, from the host while it is away."""
-        parts = self._readable()
-        return {n: (t, parts[id(t)]) for n, t in self.root.named().items() if id(t) in parts}
+        parts = self._readable(self.parameters)
+        return {n: (t, parts[id(t)]) for n, t in self._named.items() if id(t) in parts}
 
     def close(self) -> None:
         """Gives everything back."""
         self.weights.close()
-        self.root, self.modules, self.parameters = None, [], []
+        self.root, self.modules, self.parameters, self._named = None, [], [], {}
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _readable(self) -> dict[int, Tensor]:
+    def _readable(self, parameters: list[Any]) -> dict[int, Tensor]:
         """This rank's slices, by the identity of their parameters."""
-        return {id(p): self.weights.here(part) for p, part in zip(self.parameters, local(self.parameters), strict=True)}
+        return {id(p): self.weights.here(part) for p, part in zip(parameters, local(parameters), strict=True)}
 
     @functools.cached_property
     def _among(self) -> Gathering:

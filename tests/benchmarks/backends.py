@@ -119,7 +119,7 @@ def all_gather(size: int, world: World) -> Callable[[], object]:
     """One all-gather that makes `size` bytes on every rank."""
     own = torch.zeros(-(-size // world.size), dtype=torch.uint8, device=world.device)
     whole = own.new_empty(len(own) * world.size)
-    return lambda: gathering._all_gather(whole, own)
+    return lambda: gathering.all_gather(whole, own)
 
 
 def copy(size: int, world: World) -> Callable[[], object]:

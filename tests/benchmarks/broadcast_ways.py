@@ -35,7 +35,7 @@ def all_gathers(manifest: Sequence[TensorSpec], ranks: int, device: torch.device
 
 def _gathered(part: Tensor, ranks: int) -> None:
     """Into memory that is let go again."""
-    gathering._all_gather(part.new_empty(len(part) * ranks, *part.shape[1:]), part)
+    gathering.all_gather(part.new_empty(len(part) * ranks, *part.shape[1:]), part)
 
 
 def _groups(parts: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
@@ -64,7 +64,7 @@ def _pieces(whole: int, size: int, ranks: int, device: torch.device) -> Callable
     size = min(size, whole) // ranks * ranks
     into = torch.zeros(size, dtype=torch.uint8, device=device)
     own = torch.zeros(size // ranks, dtype=torch.uint8, device=device)
-    return lambda: [gathering._all_gather(into, own) for _ in range(-(-whole // size))]
+    return lambda: [gathering.all_gather(into, own) for _ in range(-(-whole // size))]
 
 
 def by_bucket(state: Any) -> tuple[Any, dict[str, Any]]:

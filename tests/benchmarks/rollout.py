@@ -5,7 +5,7 @@
 The bare engine is vLLM's own `LLM.generate`: one request a prompt with `n` samples, without seeds, and without text, which a model of
 random weights has none of. Beside it stand what makes the difference: log-probs, their form, and a seed for each response. With ENGINE
 "sglang" it is SGLang's own `Engine.generate`, in its process (`bare_sglang`), with log-probs and without. Appends medians of five rounds
-to results/rollout.jsonl.
+to results/rollout.jsonl, and of one more call of either where its time went (`where_time_goes`) to results/rollout_profile.jsonl.
 """
 
 import os
@@ -28,8 +28,10 @@ from tests.benchmarks.qwen import Size, random_model
 from tests.benchmarks.record import append
 from tests.benchmarks.rollout_engine import bare_options
 from tests.benchmarks.turns import my_turn
+from tests.benchmarks.where_time_goes import on_the_device, on_the_host
 
 ROUNDS = 5
+PLACES = (on_the_host, on_the_device) if torch.cuda.is_available() else (on_the_host,)
 
 
 def main(folder: str, size: str = "0.5B", prompts: str = "32", samples: str = "8", new_tokens: str = "256", engine: str = "vllm") -> None:
@@ -61,12 +63,16 @@ def main(folder: str, size: str = "0.5B", prompts: str = "32", samples: str = "8
         for number in range(ROUNDS + 1):
             for name in list(ways) if number % 2 else reversed(ways):  # whoever is next to it, is so from both sides
                 rates[name].append(ways[name](number))
+        found = {
+            f"{name}_{place.__name__}": place(lambda name=name: ways[name](ROUNDS + 1)) for name in ("rft", "bare") for place in PLACES
+        }
     row: dict[str, Any] = {"model": size, "engine": engine, "rows": rows, "new_tokens": sampling.max_new_tokens}
     row |= {f"{name}_tokens_per_s": round(statistics.median(each[1:])) for name, each in rates.items()}
     row["rounds"] = {name: [round(rate) for rate in each] for name, each in rates.items()}
     row["rft_of_bare"] = round(statistics.median(a / b for a, b in zip(rates["rft"][1:], rates["bare"][1:], strict=True)), 3)
     print(row)
     append("rollout", row)
+    append("rollout_profile", {name: row[name] for name in ("model", "engine", "rows", "new_tokens")} | found)
 
 
 def by_sglang(other: Bare, ids: list[list[int]], sampling: rft.Sampling) -> dict[str, Callable[[int], float]]:

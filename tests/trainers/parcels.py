@@ -75,7 +75,7 @@ def arriving(read: Callable[[], object]) -> int:
         sizes.append(there.nbytes)
         return real(there, *args, **options)
 
-    with mock.patch.object(dist, "all_to_all_single", watched), mock.patch.object(gathering, "_all_gather", None):
+    with mock.patch.object(dist, "all_to_all_single", watched), mock.patch.object(gathering, "all_gather", None):
         _ = read()
     return sum(sizes)
 
@@ -141,17 +141,17 @@ class Watched:
 
 def stopped(stream: Iterator[tuple[str, Tensor]], after: int) -> dict[str, Any]:
     """Reads some tensors of a stream and closes it, as every rank does here."""
-    begun, real = list[Watched](), gathering._all_gather
+    begun, real = list[Watched](), gathering.all_gather
 
     def watched(*args: Any, **options: Any) -> Watched:
         begun.append(Watched(real(*args, **options)))
         return begun[-1]
 
-    gathering._all_gather = watched
+    gathering.all_gather = watched
     names = [next(stream)[0] for _ in range(after)]
     ahead = [work.waited for work in begun]
     stream.close()  # pyright: ignore[reportAttributeAccessIssue] (a generator)
-    gathering._all_gather = real
+    gathering.all_gather = real
     sum_of_ranks = torch.ones(3) * dist.get_rank()
     dist.all_reduce(sum_of_ranks)
     return {"names": names, "ahead": ahead, "waited": [work.waited for work in begun], "sum": float(sum_of_ranks[0])}

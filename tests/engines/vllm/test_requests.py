@@ -13,13 +13,18 @@ from rft.engines.vllm_requests import sparing
 def test_it_notes_the_log_prob_that_was_asked_for_and_nothing_beside_it() -> None:
     from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.outputs import LogprobsLists
 
-    noted, usual = FlatLogprobs(), LogprobsProcessor._update_sample_logprobs
-    processor: Any = SimpleNamespace(logprobs=noted)
+    usual = LogprobsProcessor._update_sample_logprobs, LogprobsLists.slice_request
+    noted = [FlatLogprobs(), FlatLogprobs()]
     with sparing():
         update: Any = LogprobsProcessor._update_sample_logprobs
-        for step in ([[-0.5]], [[-1.25], [-2.0]]):
-            update(processor, SimpleNamespace(logprobs=np.array(step, dtype=np.float32)))
-    assert noted.logprobs == [-0.5, -1.25, -2.0]
-    assert not noted.token_ids
-    assert LogprobsProcessor._update_sample_logprobs is usual
+        for logprobs, rows in (([[-0.5], [-0.75]], None), ([[-1.25], [-1.5], [-1.75]], [0, 2])):  # two tokens for the first response
+            step = LogprobsLists(np.zeros((len(logprobs), 1)), np.array(logprobs, dtype=np.float32), np.zeros(len(logprobs)), rows)
+            for row, response in enumerate(noted):
+                count = 1 if rows is None or row else 2
+                update(SimpleNamespace(logprobs=response), step.slice_request(row, count))
+        assert step.slice_request(0, 2).slice_request(0, 1) == [-1.25]
+    assert [response.logprobs for response in noted] == [[-0.5, -1.25, -1.5], [-0.75, -1.75]]
+    assert not noted[0].token_ids
+    assert (LogprobsProcessor._update_sample_logprobs, LogprobsLists.slice_request) == usual
