@@ -244,13 +244,17 @@ class _ByLoading:
         return {WHOLE: int(torch.stack([checksum(parameter) for parameter in self._model.parameters()]).sum())}
 
 
-def _mark(tensors: list[tuple[str, Tensor]]) -> Callable[[], object]:
+def _mark(tensors: list[tuple[str, Tensor]]) -> Callable[[], None]:
     """What waits for all that the device has been given to do with them."""
-    if not tensors[0][1].is_cuda:
-        return lambda: None
-    event = torch.cuda.Event()
-    event.record()
-    return event.synchronize
+    event = torch.cuda.Event() if tensors[0][1].is_cuda else None
+    if event is not None:
+        event.record()
+
+    def wait() -> None:
+        if event is not None:
+            event.synchronize()
+
+    return wait
 
 
 def _planned(model: torch.nn.Module, shapes: Mapping[Names, torch.Size], dtype: torch.dtype) -> Plan:

@@ -21,9 +21,9 @@ SAMPLER = 5
 PROFILED_TOKENS = 16384
 """Tokens that vLLM computes together at most, by its own default on a card of the H200's size."""
 
-SGLANG_PROCESS, SGLANG_GRAPHS = VLLM_LIBRARIES, 1 << 30
-"""What SGLang's process takes of the card outside of every allocator, and its buffers and graphs, which sleep with its cache. Not
-measured: the first is taken to be vLLM's."""
+SGLANG_PROCESS, SGLANG_GRAPHS = 1050 << 20, 300 << 20
+"""What SGLang's process takes of the card, asleep or awake, and its buffers and graphs, which sleep with its cache: as measured on an H200
+with a 0.5B."""
 SGLANG_PREFILL = 8192
 """Tokens that SGLang computes together at most, by its own default on a card of the H200's size."""
 

@@ -101,12 +101,12 @@ class _Launch:
         starts = programs.cumsum() - programs
         addresses = [np.array([tensor.data_ptr() for tensor in each], dtype=np.int64) for each in zip(*pairs, strict=True)]
         jobs = np.stack([addresses[1], addresses[0], words, starts], axis=1).reshape(-1)
-        begin = np.array([t.nbytes for t, _ in pairs]) * multipliers(torch.device("cpu"))[0].numpy()  # modulo 2^64, as all of it
         owners = np.arange(len(pairs)).repeat(programs)
-        # All in one copy: each operator on the device would take longer to launch than to run.
-        self._jobs, self._begin, self._owners = _sent(np.concatenate([jobs, begin, owners]), target.device).split(
-            [len(jobs), len(pairs), len(owners)]
-        )
+        begin = np.array([t.nbytes for t, _ in pairs]) * multipliers(torch.device("cpu"))[0].numpy()  # modulo 2^64, as all of it
+        # All in one copy: each operator on the device would take longer to launch than to run. The kernel is compiled for pointers to
+        # multiples of 16 bytes, as all that it is given are: what only is copied comes last.
+        parts = [jobs, owners, begin]
+        self._jobs, self._owners, self._begin = _sent(np.concatenate(parts), target.device).split([len(part) for part in parts])
         self._programs, self._factors = len(owners), multipliers(target.device)
         self._kinds, self._words = (source.dtype, target.dtype), (WORD // target.itemsize, COLUMNS, WORDS, ROUNDS)
 

@@ -1,10 +1,11 @@
 """One rollout engine by itself: new weights, both kinds of sleep, tokens per second, memory. Random weights, one device or a CPU.
 
-    python -m tests.benchmarks.rollout_engine FOLDER-TO-MAKE [SIZE] [ENGINE] [PROMPTS] [TOKENS]
+    python -m tests.benchmarks.rollout_engine FOLDER-TO-MAKE [SIZE] [ENGINE] [PROMPTS] [TOKENS] [alone]
 
 The trainer's side is a set of fp32 masters on the device. The ceiling of a sync is one cast-copy over the same bytes, from fp32 to the
 engine's dtype. PROMPTS prompts of TOKENS tokens get TOKENS more each, with log-probs, at temperature 1. Medians of REPEATS after WARM_UPS.
-With SGLang a second one stands beside it, without the library (`bare_sglang`). RFT_BENCHMARK_ATTENTION is SGLang's attention backend.
+With SGLang a second one stands beside it, without the library (`bare_sglang`), unless it is to be alone. RFT_BENCHMARK_ATTENTION is
+SGLang's attention backend.
 Appends to results/rollout_engine.jsonl.
 """
 
@@ -32,7 +33,7 @@ WARM_UPS, REPEATS, ROUNDS, MIB = 2, 7, 5, 2**20
 Masters = dict[str, torch.Tensor]
 
 
-def main(folder: str, size: str = "0.5B", engine: str = "sglang", prompts: str = "256", tokens: str = "256") -> None:
+def main(folder: str, size: str = "0.5B", engine: str = "sglang", prompts: str = "256", tokens: str = "256", beside: str = "bare") -> None:
     """All rows, for one size."""
     config_of(cast(Size, size)).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -47,7 +48,7 @@ def main(folder: str, size: str = "0.5B", engine: str = "sglang", prompts: str =
     model, began = find_model(folder), time.perf_counter()
     built = specs[engine].build(model, world)
     row["start_s"] = round(time.perf_counter() - began, 1)
-    other = None if engine == "vllm" else Bare(*bare_options(specs[engine], model, world))
+    other = None if engine == "vllm" or beside == "alone" else Bare(*bare_options(specs[engine], model, world))
     my_turn(world)
     shapes = {names[0]: shape for names, shape in shapes_of(config_of(cast(Size, size))).items()}
     masters = {name: torch.randn(shape, device=world.device) * 0.02 for name, shape in shapes.items()}
