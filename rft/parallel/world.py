@@ -111,8 +111,6 @@ def _join(rank: int, size: int, problem: str | None, timeout: datetime.timedelta
     device = _own_device()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        # What travels is started ahead of what computes, or it would wait for the last block of a kernel that is under way.
-        _ = os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         where: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
         dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None, **where)
     return device

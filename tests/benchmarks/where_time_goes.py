@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.prefetch import length, merged
 
-SHOWN = 30
+SHOWN = 12
 """Functions in a row of results: those that take most of the thread's time by themselves, and those with most below them."""
 
 

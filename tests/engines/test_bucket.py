@@ -72,3 +72,27 @@ def test_the_size_is_what_was_asked_for_unless_one_tensor_is_larger_or_all_are_s
     shapes = [torch.Size((100,)), torch.Size((256,)), torch.Size((16, 16))]
     found = needed(shapes, torch.float32, most)
     assert found == min(size, 512 + 1024 + 1024)
+
+
+def test_a_part_is_waited_for_when_the_next_one_is_being_written_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device would have nothing to do meanwhile."""
+    seen, number = list[str](), itertools.count()
+    bucket = Bucket(4096, torch.float32, torch.device("cpu"))
+
+    def write(pairs: list[tuple[int, Tensor]]) -> Any:
+        part = next(number)
+        seen.append(f"write {part}")
+        return torch.zeros(len(pairs), dtype=torch.int64), lambda: seen.append(f"wait {part}")
+
+    monkeypatch.setattr(bucket, "write", write)
+    tensors = [(str(index), torch.zeros(256)) for index in range(6)]  # a part each, and four of them fill the bucket
+    sent = bucket.pack(iter(tensors), lambda entries: seen.append(f"hand over {entries[0][0]}"), lambda: seen.append("read"))
+    bucket.close()
+    begin = ["write 0", "write 1", "wait 0", "hand over 0", "write 2", "wait 1", "hand over 1", "write 3", "wait 2", "hand over 2"]
+    assert seen[: len(begin)] == begin
+    assert seen[len(begin) :] == [
+        *("read", "write 4", "wait 3", "hand over 3"),
+        *("read", "write 5", "wait 4", "hand over 4"),
+        *("read", "read", "read", "wait 5", "hand over 5", "read"),
+    ]
+    assert len(sent) == len(tensors)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rft.ops.checksum import checksum
+from rft.ops import transfer as transfers
+from rft.ops.checksum import checksum, multipliers
 from rft.ops.transfer import standing, transfer
 
 
@@ -24,3 +25,18 @@ def test_views_are_written_in_place() -> None:
     assert torch.equal(whole[:, 3:7], part)
     assert int(whole.count_nonzero()) == part.numel()
     assert int(read) == int(standing([whole[:, 3:7]]))
+
+
+def test_the_kernel_is_told_where_each_tensor_lies_and_which_program_has_which_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "_sent", lambda numbers, _: torch.as_tensor(numbers, dtype=torch.int64))
+    a_program = transfers.WORDS * transfers.ROUNDS
+    sizes = (8, 4 * a_program, 4 * a_program + 4, 9 * a_program)  # in bfloat16, of which four make a word
+    pairs = [(torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size)) for size in sizes]
+    launch = transfers._Launch(pairs)
+    programs = [1, 1, 2, 3]
+    rows = launch._jobs.view(-1, 4).tolist()
+    for number, (target, source) in enumerate(pairs):
+        assert rows[number] == [source.data_ptr(), target.data_ptr(), target.numel() // 4, sum(programs[:number])]
+    assert launch._owners.tolist() == [number for number, count in enumerate(programs) for _ in range(count)]
+    factor = int(multipliers(torch.device("cpu"))[0])
+    assert [int(total) % 2**64 for total in launch._begin] == [2 * size * factor % 2**64 for size in sizes]

@@ -6,6 +6,7 @@ Every scene returns what this rank saw; the results of rank r are in RESULTS/r.j
 import contextlib
 import dataclasses as dc
 import json
+import pickle
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import rft
 from rft.effects.runtime import runtime_of
+from rft.parallel.messages import HEAD, gathered
 from rft.parallel.world import World, open_world
 from rft.testing import SAMPLING, scripted_devices, scripted_launch, scripted_minibatch, scripted_prompts, scripted_snapshot
 
@@ -258,6 +260,13 @@ def averages(world: World) -> Seen:
         return dict(rft.average(state, {"x": [1.0, 2.0, 3.0] if world.rank else [6.0], "none": []}))
 
 
+def values_of_any_length(world: World) -> Seen:
+    """As long as travels in one collective, one more, and so long on one rank alone."""
+    longest = HEAD - len(pickle.dumps(""))
+    words = ("", "x" * longest, "x" * (longest + 1), "x" * 5000 * world.rank)
+    return {"values": [gathered(f"{word}{world.rank}"[-max(len(word), 1) :], world.host, world.size) for word in words]}
+
+
 def place(world: World) -> Seen:
     return {name: getattr(world, name) for name in ("rank", "size", "tp_rank", "tp_size", "dp_rank", "dp_size")}
 
@@ -289,6 +298,7 @@ def main() -> None:
         a_column_of_words_on_one_rank,
         old_rollouts_on_one_rank,
         averages,
+        values_of_any_length,
     ):
         scenes[scene.__name__.replace("_", " ")] = lambda scene=scene: scene(alone)
     results = {name: scene() for name, scene in scenes.items()}

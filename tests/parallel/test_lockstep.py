@@ -187,3 +187,12 @@ def test_averages_are_over_the_entries_of_all_ranks(results: Results) -> None:
     for seen in scene(results, "averages"):
         assert seen["x"] == 3.0
         assert seen["none"] != seen["none"]
+
+
+def test_small_values_come_from_all_ranks_however_long_they_are(results: Results) -> None:
+    for seen in scene(results, "values of any length"):
+        lengths = [[len(value) for value in values] for values in seen["values"]]
+        assert lengths[0] == [1, 1]
+        assert lengths[1][0] + 1 == lengths[2][0]
+        assert lengths[3] == [1, 5000]
+        assert all(value.endswith(str(rank)) for values in seen["values"] for rank, value in enumerate(values))

@@ -291,6 +291,14 @@ def test_a_reader_that_stops_leaves_no_collective_behind(seen: list[dict[str, An
         assert same(rank["gathers"]["afterwards"], parcels.tensors())
 
 
+def test_a_stream_begins_before_all_of_its_parts_are_asked_for(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        for asked in rank["gathers"]["asked"]:
+            names = parcels.many(len(seen))
+            assert asked == names[: len(asked)]
+            assert 0 < len(asked) < len(names)
+
+
 def test_going_to_the_host_and_back_changes_nothing(seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         result = rank["placement"]

@@ -1,7 +1,7 @@
 """Tensors that are cut over ranks and put together again, for the ranks (`gathers`) and for the tests that compare what they got."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -62,9 +62,25 @@ def gathers(world: World) -> Any:
     with_bucket(700)
     even = [chunk for chunk in chunks(world) if chunk[0] in many(world.size)]
     seen["stopped"] = [stopped(gathered(even, among), stop) for stop in STOPS if world.size > 1]
+    seen["asked"] = [asked_for(even, among) for _ in range(world.size > 1)]
     seen["afterwards"] = dict(gathered(chunks(world), among))
     with_bucket(256 << 20)
     return seen
+
+
+def asked_for(shards: Sequence[gathering.Shard], among: Gathering) -> list[str]:
+    """Of which tensors the parts have been asked for by the time that the first tensor comes."""
+    names = list[str]()
+
+    def each() -> Iterator[gathering.Shard]:
+        for shard in shards:
+            names.append(shard[0])
+            yield shard
+
+    stream = gathered(each(), among)
+    _ = next(stream)
+    stream.close()  # pyright: ignore[reportAttributeAccessIssue] (a generator)
+    return names
 
 
 def arriving(read: Callable[[], object]) -> int:
