@@ -247,8 +247,12 @@ def demonstrations(
 ) -> Experience:
     """Rows to imitate: `mask` marks their tokens, `learned` those to learn (not the prompt). Scored at temperature 1.
 
-    On their own they are for `supervised_step`; joined to rollouts by `concatenate`, for an objective with a supervised part.
+    On their own they are for `supervised_step`; joined to rollouts by `concatenate`, for an objective with a supervised part. Raises
+    `BadInput` where `tokens` is no tensor of rows, and `ShapeError` that names a column of another shape or dtype.
     """
+    if not isinstance(cast(object, tokens), Tensor) or tokens.dim() != 2:
+        what = f"a tensor of shape {tuple(tokens.shape)}" if isinstance(cast(object, tokens), Tensor) else f"a {type(tokens).__name__}"
+        raise BadInput(f"demonstrations(tokens, mask, learned): tokens must be a tensor [batch, seq] of whole numbers, got {what}")
     nothing, each = torch.zeros(tokens.shape), torch.arange(len(tokens))
     return Experience(
         batches=(DEMONSTRATIONS,),

@@ -197,6 +197,12 @@ def test_rows_keep_the_temperature_that_they_were_sampled_at() -> None:
     assert rft.concatenate(experience_of(rollouts_of()), cold).temperature.tolist() == [1.0, 1.0, 0.5, 0.5]
 
 
+@pytest.mark.parametrize("tokens", [[[1, 2]], torch.zeros(3, dtype=torch.int64), torch.tensor(1), None])
+def test_demonstrations_of_what_is_no_tensor_of_rows_are_refused(tokens: Any) -> None:
+    with pytest.raises(rft.BadInput, match=r"tokens must be a tensor \[batch, seq\] of whole numbers"):
+        _ = rft.demonstrations(tokens, torch.ones(1, 2, dtype=torch.bool), torch.ones(1, 2, dtype=torch.bool))
+
+
 def test_demonstrations_are_joined_to_rollouts() -> None:
     tokens = torch.tensor([[3, 4, 5, 6, 7, 8]])
     shown = rft.demonstrations(tokens, tokens > 0, tokens > 4)

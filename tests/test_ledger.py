@@ -540,3 +540,9 @@ def test_the_librarys_rows_are_of_its_steps_alone() -> None:
     modules = {module for module, _ in TABLE}
     assert {"rft.steps", "rft.testing.scripted"} <= modules
     assert Path(rft.__file__).parent.name == "rft"
+
+
+@pytest.mark.parametrize("given", [None, 3, "a state"])
+def test_what_is_legal_after_no_state_is_refused(given: Any) -> None:
+    with pytest.raises(IllegalStep, match=rf"legal\(state\) needs a RuntimeState, got {type(given).__name__}"):
+        _ = rft.legal(given)

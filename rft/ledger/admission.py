@@ -23,8 +23,10 @@ def legal(state: AnyState) -> tuple[str, ...]:
     """Names of the steps that `state` may take next: `restore` alone for one that is used up, or where the runtime is poisoned.
 
     With a poisoned engine `recover` leads on, too; for a copy, or after `launch`, nothing does. It reads the axes, what this runtime's
-    backends can do, and which models it has; where these lie, batches and memory are checked by the steps themselves.
+    backends can do, and which models it has; where these lie, batches and memory are checked by the steps themselves. Raises
+    `IllegalStep` for what is no state.
     """
+    _require_state("legal(state)", state)
     ledger = state.devices.ledger
     if not ledger.lived(state):
         return ()
@@ -52,9 +54,13 @@ def living(state: AnyState, /) -> RuntimeState:
     No step, and not collective: it looks at this rank alone. What is poisoned stays so, and the next step says what leads on. Raises
     `ConsumedState` for a state that never lived, such as a copy, and `RuntimeClosed` once `launch` has been left.
     """
-    if type(state) is not RuntimeState:
-        raise IllegalStep(f"living(state) needs a RuntimeState, got {type(state).__name__}")
+    _require_state("living(state)", state)
     return state.devices.ledger.newest(state)
+
+
+def _require_state(call: str, state: object) -> None:
+    if type(state) is not RuntimeState:
+        raise IllegalStep(f"{call} needs a RuntimeState, got {type(state).__name__}")
 
 
 def _refusal(edge: Edge, state: AnyState) -> str:

@@ -1,6 +1,7 @@
 """Rewards of several sources as one, worked out by hand."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,18 @@ def test_one_alone_and_a_weight_of_nothing() -> None:
     assert combine_rewards((1.0, rewards([]))).values.shape == (0,)
 
 
-@pytest.mark.parametrize("parts", [(), ((math.nan, rewards([1.0])),), ((1.0, rewards([1.0])), (1.0, rewards([1.0, 2.0])))])
-def test_what_cannot_be_added_is_refused(parts: tuple[tuple[float, Rewards], ...]) -> None:
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (),
+        ((math.nan, rewards([1.0])),),
+        ((1.0, rewards([1.0])), (1.0, rewards([1.0, 2.0]))),
+        (rewards([1.0]),),
+        ((1.0,),),
+        ((True, rewards([1.0])),),
+        ((1.0, [1.0]),),
+    ],
+)
+def test_what_cannot_be_added_is_refused(parts: Any) -> None:
     with pytest.raises(BadInput, match="combine_rewards needs"):
         _ = combine_rewards(*parts)
