@@ -74,7 +74,7 @@ class Sharded:
         """See `Backend`."""
         ours = set(map(id, self.parameters))
         named = ((n, t) for n, t in self._named.items() if id(t) in ours and wanted(n))
-        shards = ((n, tuple(t.shape), self._readable([t])[id(t)]) for n, t in named)
+        shards = ((n, tuple(t.shape), self._readable(t)) for n, t in named)
         yield from gathered(shards, self._among, dtype, narrows)
         yield from narrowed(self.buffers(wanted), narrows[self._world.rank] if narrows else UNCUT)
 
@@ -85,8 +85,8 @@ class Sharded:
 
     def sliced(self) -> dict[str, tuple[Any, Tensor]]:
         """Every named parameter, and this rank's slice of it, from the host while it is away."""
-        parts = self._readable(self.parameters)
-        return {n: (t, parts[id(t)]) for n, t in self._named.items() if id(t) in parts}
+        ours = set(map(id, self.parameters))
+        return {n: (t, self._readable(t)) for n, t in self._named.items() if id(t) in ours}
 
     def close(self) -> None:
         """Gives everything back."""
@@ -95,9 +95,9 @@ class Sharded:
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _readable(self, parameters: list[Any]) -> dict[int, Tensor]:
-        """This rank's slices, by the identity of their parameters."""
-        return {id(p): self.weights.here(part) for p, part in zip(parameters, local(parameters), strict=True)}
+    def _readable(self, parameter: Any) -> Tensor:
+        """This rank's slice of a parameter, wherever it lies."""
+        return self.weights.here(*local([parameter]))
 
     @functools.cached_property
     def _among(self) -> Gathering:
