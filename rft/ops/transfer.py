@@ -5,6 +5,7 @@ here one kernel reads the sources, casts, writes the targets, and adds the cast 
 Where there is no CUDA device, or a part is not contiguous, torch's own operators do the same, one after the other.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from rft.ops.checksum import COLUMNS, WORD, checksum, multipliers
 Pair = tuple[Tensor, Tensor]
 """(target, source), of the same shape."""
 
-BATCH = 512 << 20
+BATCH = 1024 << 20
 """Bytes of sources that are waited for before a launch; so many are held at a time."""
 WORDS, ROUNDS, WARPS = 512, 32, 4
 """A program of the kernel takes ROUNDS times WORDS words; WORDS is less than `COLUMNS`, so that it passes their end once a round. These
@@ -96,18 +97,9 @@ class _Launch:
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         target, source = pairs[0]
-        words = np.array([t.nbytes // WORD for t, _ in pairs])
-        programs = -(-words // (WORDS * ROUNDS))
-        starts = programs.cumsum() - programs
-        addresses = [np.array([tensor.data_ptr() for tensor in each], dtype=np.int64) for each in zip(*pairs, strict=True)]
-        jobs = np.stack([addresses[1], addresses[0], words, starts], axis=1).reshape(-1)
-        owners = np.arange(len(pairs)).repeat(programs)
-        begin = np.array([t.nbytes for t, _ in pairs]) * multipliers(torch.device("cpu"))[0].numpy()  # modulo 2^64, as all of it
-        # All in one copy: each operator on the device would take longer to launch than to run. The kernel is compiled for pointers to
-        # multiples of 16 bytes, as all that it is given are: what only is copied comes last.
-        parts = [jobs, owners, begin]
-        self._jobs, self._owners, self._begin = _sent(np.concatenate(parts), target.device).split([len(part) for part in parts])
-        self._programs, self._factors = len(owners), multipliers(target.device)
+        rows = tuple((s.data_ptr(), t.data_ptr(), t.nbytes) for t, s in pairs)
+        self._jobs, self._owners, self._begin = _told(rows, target.device)
+        self._factors = multipliers(target.device)
         self._kinds, self._words = (source.dtype, target.dtype), (WORD // target.itemsize, COLUMNS, WORDS, ROUNDS)
 
     def run(self, *, store: bool) -> Int64[Tensor, "pair"]:
@@ -116,9 +108,25 @@ class _Launch:
 
         totals = self._begin.clone()
         kinds = [_kind(dtype) for dtype in self._kinds]
-        launch: Any = cast_copy_sum[(self._programs,)]
+        launch: Any = cast_copy_sum[(len(self._owners),)]
         launch(self._jobs, self._owners, self._factors, totals, *kinds, store, *self._words, num_warps=WARPS)
         return totals
+
+
+@functools.lru_cache(maxsize=128)
+def _told(rows: tuple[tuple[int, int, int], ...], device: torch.device) -> Sequence[Tensor]:
+    """What the kernel is told of pairs (see `transfer_kernel`), each of which is where its source and its target lie, and the target's
+    bytes: jobs, owners, and the checksums' beginnings. From one broadcast to the next tensors mostly lie where they lay."""
+    sources, targets, sizes = np.array(rows, dtype=np.int64).T
+    words = sizes // WORD
+    programs = -(-words // (WORDS * ROUNDS))
+    jobs = np.stack([sources, targets, words, programs.cumsum() - programs], axis=1).reshape(-1)
+    owners = np.arange(len(rows)).repeat(programs)
+    begin = sizes * multipliers(torch.device("cpu"))[0].numpy()  # modulo 2^64, as all of it
+    # In one copy: each operator on the device would take longer to launch than to run. The kernel is compiled for pointers to multiples
+    # of 16 bytes, as all that it is given are: what only is copied comes last.
+    parts = [jobs, owners, begin]
+    return _sent(np.concatenate(parts), device).split([len(part) for part in parts])
 
 
 def _sent(numbers: Sequence[int] | np.ndarray[Any, Any], device: torch.device) -> Tensor:

@@ -134,7 +134,7 @@ class SGLangEngine:
     """Run without CUDA graphs: a quicker start, slower decoding. (A CPU always does.)"""
     attention: str | None = None
     """SGLang's `attention_backend`; None: its own choice. "triton" needs nothing beside SGLang itself."""
-    bucket_bytes: int = 512 << 20
+    bucket_bytes: int = 2 << 30
     """What new weights go through, on each rank's device; a tensor that is larger makes it so."""
     start_timeout_s: float = 600.0
     """How long it may take to start."""

@@ -32,7 +32,11 @@ def test_the_kernel_is_told_where_each_tensor_lies_and_which_program_has_which_w
     a_program = transfers.WORDS * transfers.ROUNDS
     sizes = (8, 4 * a_program, 4 * a_program + 4, 9 * a_program)  # in bfloat16, of which four make a word
     pairs = [(torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size)) for size in sizes]
+    transfers._told.cache_clear()
     launch = transfers._Launch(pairs)
+    again = transfers._Launch(pairs)
+    assert again._jobs is launch._jobs  # nothing has moved
+    transfers._told.cache_clear()
     programs = [1, 1, 2, 3]
     rows = launch._jobs.view(-1, 4).tolist()
     for number, (target, source) in enumerate(pairs):
