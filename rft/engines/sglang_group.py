@@ -4,6 +4,7 @@ All ranks call the same in the same order. What the process is asked for by the 
 """
 
 import contextlib
+import functools
 import logging
 import shutil
 import socket
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rft.engines import sglang_process
-from rft.engines.sglang_bucket import Bucket
+from rft.engines.sglang_bucket import Bucket, Entry
 from rft.errors import EngineFailed, RftError, SyncFailed
 from rft.parallel.messages import gathered
 from rft.parallel.world import World
@@ -97,8 +98,14 @@ class Group:
                 self._send(("load", str(bucket.dtype).removeprefix("torch.")))
                 bucket.offer(self._own_link)
                 self._begin("load", version)
-                self._told()
-                sent = bucket.pack(tensors, lambda entries: self._send(("part", entries)), self._told)
+                accepted = functools.cache(self._told)  # the first part is written meanwhile
+
+                def hand_over(entries: list[Entry]) -> None:
+                    _ = accepted()
+                    self._send(("part", entries))
+
+                sent = bucket.pack(tensors, hand_over, self._told)
+                _ = accepted()
                 self._send(("end",))
                 arrived, received = self._told()
                 self._busy = False
