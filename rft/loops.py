@@ -6,7 +6,7 @@ They know nothing that a user's function could not know; none is a step.
 import dataclasses as dc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Int64
@@ -111,7 +111,8 @@ def collect_groups(
     The first `wanted.groups` of them are kept, in order, as rollouts of their own; what is left over goes, as it would be stale by the
     next step. The k-th batch is sampled with draw k, so a prompt that comes again gets other responses; once it is kept, it is not
     kept again. Collective: all ranks take equally many batches of prompts. Raises `TooFewGroups`, with the state living, and
-    `BadInput` where `batches` ends too early, and `PeerFailed` on the other ranks then.
+    `BadInput` where `batches` ends too early or `wanted.keep` parts a group; what `keep` raises is raised here. `PeerFailed` on the other
+    ranks then.
 
     Known as: verl `algorithm.filter_groups`; OpenRLHF `--dynamic_filtering`; LightRFT `--dynamic_sampling`.
     Source: Yu et al., DAPO, https://arxiv.org/abs/2503.14476
@@ -122,11 +123,17 @@ def collect_groups(
     for attempt in range(wanted.bound):
         collected = collect(state, _next(state, batches), sampling, reward, draw=attempt)
         ids = collected.rollouts.groups
-        rows = _first_groups(ids, _kept(wanted, collected) & ~torch.isin(ids, taken), missing)
+        kept, failure = _kept(wanted, collected)
+        rows = _first_groups(ids, kept & ~torch.isin(ids, taken), missing)
         parts.append((collected, rows))
         taken = torch.cat([taken, ids[rows].unique()])
         missing = wanted.groups - len(taken)
-        if not average(state, {"missing": [missing]})["missing"]:  # on any rank
+        on_any_rank = average(state, {"missing": [missing], "failed": [failure is not None]})
+        if failure is not None:
+            raise failure
+        if on_any_rank["failed"]:
+            raise PeerFailed("collect_groups(state, …): Wanted.keep failed on another rank, whose own error says why")
+        if not on_any_rank["missing"]:
             return _assembled(parts)
     if wanted.at_bound == "raise":
         raise TooFewGroups(
@@ -156,11 +163,23 @@ def _next(state: RuntimeState[Awake, Fresh, A, O], batches: Iterator[Prompts]) -
     return prompts
 
 
-def _kept(wanted: Wanted, collected: Collected) -> Bool[Tensor, "batch"]:
-    kept = wanted.keep(collected)
-    if kept.dtype != torch.bool or kept.shape != collected.rollouts.groups.shape:
-        what = f"{tuple(kept.shape)} of {kept.dtype}"
-        raise ShapeError(f"Wanted.keep must give a bool for each of the {len(collected.rollouts)} rows, and gave {what}")
+def _kept(wanted: Wanted, collected: Collected) -> tuple[Bool[Tensor, "batch"], Exception | None]:
+    """The rows that are kept; or none of them, and what `keep` raised or is wrong with what it gave."""
+    try:
+        return _whole_groups(wanted.keep(collected), collected.rollouts.groups), None
+    except Exception as error:  # noqa: BLE001 (it is raised by `collect_groups`, once the other ranks know of it)
+        return torch.zeros_like(collected.rollouts.groups, dtype=torch.bool), error
+
+
+def _whole_groups(kept: Any, ids: Int64[Tensor, "batch"]) -> Bool[Tensor, "batch"]:
+    if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != ids.shape:
+        what = f"{tuple(kept.shape)} of {kept.dtype}" if isinstance(kept, Tensor) else f"a {type(kept).__name__}"
+        raise ShapeError(f"Wanted.keep must give a tensor with a bool for each of the {len(ids)} rows, and gave {what}")
+    if parted := sorted(set(ids[kept].tolist()) & set(ids[~kept].tolist())):
+        raise BadInput(
+            "Wanted.keep must keep all rows of a group or none, since their advantages are relative to each other; it parted group "
+            f"{parted[0]}, {len(parted)} in all"
+        )
     return kept
 
 

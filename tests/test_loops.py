@@ -249,11 +249,24 @@ def test_a_prompt_that_is_kept_is_not_kept_again(begun: State) -> None:
     assert len(counts) <= 3
 
 
-@pytest.mark.parametrize("given", [torch.ones(2, dtype=torch.bool), torch.ones(12)])
-def test_what_does_not_say_of_each_row_whether_it_is_kept_is_refused(begun: State, given: torch.Tensor) -> None:
+@pytest.mark.parametrize("given", [torch.ones(2, dtype=torch.bool), torch.ones(12), [True] * 12])
+def test_what_does_not_say_of_each_row_whether_it_is_kept_is_refused(begun: State, given: Any) -> None:
     wanted = rft.Wanted(groups=1, bound=1, keep=lambda _: given)
     with pytest.raises(rft.ShapeError, match=r"a bool for each of the 12 rows"):
         _ = rft.collect_groups(rft.refresh(begun), iter([PROMPTS]), MANY, by_beginning, wanted)
+
+
+def test_a_group_of_which_some_rows_are_kept_is_refused(begun: State) -> None:
+    wanted = rft.Wanted(groups=1, bound=1, keep=lambda collected: torch.arange(len(collected.rollouts)) % MANY.samples > 0)
+    with pytest.raises(rft.BadInput, match=r"all rows of a group or none, .* it parted group 0, 3 in all"):
+        _ = rft.collect_groups(rft.refresh(begun), iter([PROMPTS]), MANY, by_beginning, wanted)
+
+
+def test_what_fails_while_it_says_which_rows_are_kept_fails_the_call(begun: State) -> None:
+    state = rft.refresh(begun)
+    with pytest.raises(ZeroDivisionError):
+        _ = rft.collect_groups(state, iter([PROMPTS]), MANY, by_beginning, rft.Wanted(groups=1, bound=1, keep=lambda _: 1 / 0))  # pyright: ignore[reportArgumentType]
+    assert "generate" in rft.legal(state)
 
 
 def test_a_list_of_batches_is_refused(begun: State) -> None:

@@ -63,6 +63,13 @@ def test_prompts_that_end_on_one_rank_are_refused_on_all(seen: list[dict[str, An
     assert second == ("BadInput: collect_groups(state, batches, …): there are no prompts left; give an iterator that goes on", True)
 
 
+def test_what_fails_to_say_which_rows_are_kept_on_one_rank_fails_on_all(seen: list[dict[str, Any]]) -> None:
+    first, second = (rank["kept by nobody"] for rank in seen)
+    assert first == ("PeerFailed: collect_groups(state, …): Wanted.keep failed on another rank, whose own error says why", True)
+    assert second[0].startswith("ShapeError: Wanted.keep must give a tensor with a bool for each of the ")
+    assert second[1]
+
+
 def test_running_moments_are_gathered_with_the_rows_of_all_ranks() -> None:
     whole = columns_of(range(len(IDS)))
     with scripted_launch() as state:
