@@ -188,6 +188,7 @@ EFFECTS: dict[str, tuple[types.ModuleType, str, str]] = {
 # fmt: on
 RARE = (
     "rollouts of a version too new",
+    "a first step that may be taken twice",
     "generate_stale forgets the lag",
     "a wake that asks for no room",
     "a failed engine that poisons the whole runtime",
