@@ -58,7 +58,11 @@ def all_rows(state: RuntimeState[Any, Any, Any, Any], rows: tuple[Tensor, ...]) 
 
 def over_ranks(state: RuntimeState[Any, Any, Any, Any], function: Callable[..., T], rows: tuple[Tensor, ...]) -> T:
     """`function` of the rows of all ranks; of its result this rank's rows, at this rank's width."""
-    whole, own = _gathered("over_ranks(state, function, *rows)", state, rows)
+    call = "over_ranks(state, function, *rows)"
+    with runtime_of(state).lockstep.agreement():
+        if not callable(function):
+            raise BadInput(f"{call}: function must be one of tensors, such as advantages.grpo, got {type(function).__name__}")
+    whole, own = _gathered(call, state, rows)
     width = max((row.shape[1] for row in rows if row.dim() == 2), default=None)
     with runtime_of(state).lockstep.agreement():
         return tree.tree_map(partial(_own, rows=own, count=len(whole[0]), width=width), function(*whole))

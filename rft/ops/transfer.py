@@ -98,7 +98,7 @@ class _Launch:
     def __init__(self, pairs: Sequence[Pair]) -> None:
         target, source = pairs[0]
         rows = tuple((s.data_ptr(), t.data_ptr(), t.nbytes) for t, s in pairs)
-        self._jobs, self._owners, self._begin = _told(rows, target.device)
+        self._jobs, self._owners, self._begin = _told(rows, WORDS * ROUNDS, target.device)
         self._factors = multipliers(target.device)
         self._kinds, self._words = (source.dtype, target.dtype), (WORD // target.itemsize, COLUMNS, WORDS, ROUNDS)
 
@@ -114,12 +114,12 @@ class _Launch:
 
 
 @functools.lru_cache(maxsize=128)
-def _told(rows: tuple[tuple[int, int, int], ...], device: torch.device) -> Sequence[Tensor]:
+def _told(rows: tuple[tuple[int, int, int], ...], of_program: int, device: torch.device) -> Sequence[Tensor]:
     """What the kernel is told of pairs (see `transfer_kernel`), each of which is where its source and its target lie, and the target's
-    bytes: jobs, owners, and the checksums' beginnings. From one broadcast to the next tensors mostly lie where they lay."""
+    bytes, where a program takes so many words: jobs, owners, and the checksums' beginnings. From one broadcast to the next tensors mostly lie where they lay."""
     sources, targets, sizes = np.array(rows, dtype=np.int64).T
     words = sizes // WORD
-    programs = -(-words // (WORDS * ROUNDS))
+    programs = -(-words // of_program)
     jobs = np.stack([sources, targets, words, programs.cumsum() - programs], axis=1).reshape(-1)
     owners = np.arange(len(rows)).repeat(programs)
     begin = sizes * multipliers(torch.device("cpu"))[0].numpy()  # modulo 2^64, as all of it

@@ -153,7 +153,7 @@ def test_five_steps_are_those_of_a_plain_loop(seen: list[dict[str, Any]], models
     for step, expected in enumerate(steps):
         for rows, rank in zip(SHARES[len(seen)], seen, strict=True):
             result = rank["five_steps"]["steps"][step]
-            torch.testing.assert_close(result["values"], expected["values"][list(rows)], atol=5e-5, rtol=0)
+            torch.testing.assert_close(result["values"], expected["values"][list(rows)], atol=5e-5, rtol=5e-5)
             for name in ("loss", "grad_norm", "lr"):
                 assert result[name] == pytest.approx(expected[name], rel=1e-4), name
     state = {name.removeprefix("model."): tensor for name, tensor in seen[0]["five_steps"]["state"].items() if name.startswith("model.")}
