@@ -89,6 +89,8 @@ class Rollouts:
     responses: tuple[str, ...]
     answers: tuple[str, ...]
     sampling: Sampling
+    version: PolicyVersion
+    """Of the weights that the engine held, also where this rank had no prompts; of an assembled batch the oldest."""
     images: RowImages | None = None
     """Of each row's prompt."""
 
@@ -98,15 +100,11 @@ class Rollouts:
         _check_lengths(self, len(self.groups), finish=self.finish, images=self.images, **texts)
         if bool((self.sampled & ~self.mask).any()):
             raise ShapeError("Rollouts.sampled marks tokens that Rollouts.mask calls padding")
+        if bool((self.versions[self.sampled] < self.version).any()):
+            raise ShapeError(f"Rollouts.versions has older ones than Rollouts.version, which is {self.version}")
 
     def __len__(self) -> int:
         return len(self.groups)
-
-    @property
-    def version(self) -> PolicyVersion:
-        """The oldest version that a token was sampled from."""
-        used = self.versions[self.sampled]
-        return PolicyVersion(int(used.min()) if used.numel() else 0)
 
 
 @tree.record
@@ -187,7 +185,8 @@ def assemble(*parts: tuple[Rollouts, Int64[Tensor, "row"]]) -> Rollouts:
     name = "; ".join(f"{part.batch}: {','.join(map(str, rows.tolist()))}" for part, rows in parts)
     made_of = ", ".join(dict.fromkeys(part.batch for part, _ in parts))
     batch = BatchId(f"assembled {hashlib.blake2b(name.encode(), digest_size=8).hexdigest()} ({made_of})")
-    return Rollouts(batch=batch, sampling=parts[0][0].sampling, images=images, **tensors, **texts)
+    version = min(part.version for part, rows in parts if len(rows) or not any(len(rows) for _, rows in parts))
+    return Rollouts(batch=batch, sampling=parts[0][0].sampling, version=version, images=images, **tensors, **texts)
 
 
 def _require_part(part: Any) -> None:

@@ -1,6 +1,7 @@
 """A causal language model as it lies on disk: found, checked, and its tokenizer, before anything is put on a device."""
 
 import dataclasses as dc
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +13,12 @@ from torch import Tensor
 from rft.data.images import ImageReader
 from rft.errors import BadInput
 from rft.images import placeholder_of
+from rft.shapes import require_hint
 
 Kind = Literal["CausalLM", "ImageTextToText", "SequenceClassification", "TokenClassification"]
 """Of models, as transformers names them."""
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""What a hub id looks like."""
 REWARDS: tuple[Kind, ...] = ("SequenceClassification", "TokenClassification")
 """Those that reward models are of."""
 
@@ -39,11 +43,7 @@ def find_model(model: str) -> ModelFolder:
     """Finds a model folder or hub id, with a causal LM in it, which may take images. Raises `BadInput` that says what is missing."""
     from transformers import AutoConfig, AutoTokenizer
 
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        folder = _from_hub(model)
-    if not (folder / "config.json").is_file():
-        raise BadInput(f"{folder} is no model folder: it has no config.json")
+    folder = find_folder(model)
     try:
         config: Any = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
@@ -56,6 +56,17 @@ def find_model(model: str) -> ModelFolder:
     if not tokenizer("1", add_special_tokens=False)["input_ids"]:
         raise BadInput(f"{folder} has no tokenizer: what transformers makes up in its place knows no text")
     return ModelFolder(folder, config, tokenizer, _image_reader(folder, config) if kind == "ImageTextToText" else None)
+
+
+def find_folder(model: str) -> Path:
+    """The folder of a model that is named by it, or by a hub id. Raises `BadInput` where there is none."""
+    require_hint("a model", model, str)
+    folder = Path(model).expanduser()
+    if model and not folder.is_dir():
+        folder = _from_hub(model)
+    if not model or not (folder / "config.json").is_file():
+        raise BadInput(f"{model!r} is no model folder: it has no config.json")
+    return folder
 
 
 def kind_of(config: Any) -> Kind:
@@ -141,6 +152,8 @@ def _image_reader(folder: Path, config: Any) -> ImageReader:
 
 
 def _from_hub(model: str) -> Path:
+    if not HUB_ID.fullmatch(model):
+        raise BadInput(f"{model!r} is neither a folder nor a model that the hub gives, whose ids have the form owner/name")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -25,6 +25,7 @@ from typing_extensions import TypeIs, TypeVar
 
 from rft import tree
 from rft.errors import BrokenInvariant, ConsumedState, RoleError
+from rft.shapes import require_hint
 
 if TYPE_CHECKING:
     from rft.ledger import Ledger
@@ -48,7 +49,8 @@ _REWARD_MODEL = "reward model "
 
 
 def reward_model(name: str) -> Role:
-    """The role of the local reward model that `LaunchSpec.reward_models` calls `name`."""
+    """The role of the local reward model that `LaunchSpec.reward_models` calls `name`. Raises `BadInput` for what is no name."""
+    require_hint("reward_model(name): name", name, str)
     return Role(f"{_REWARD_MODEL}{name}")
 
 
@@ -306,5 +308,9 @@ def is_ready(state: RuntimeState[Any, Any, A, O]) -> TypeIs[RuntimeState[Awake, 
 def is_at(
     state: RuntimeState[Any, Any, Any, Any], engine: type[E], weights: type[W], actor: type[A], old: type[O], /
 ) -> TypeIs[RuntimeState[E, W, A, O]]:
-    """Narrows a state of unknown axes: `is_at(state, Asleep, Stale, OnDevice, NoOld)` is True where a loop may begin."""
+    """Narrows a state of unknown axes: `is_at(state, Asleep, Stale, OnDevice, NoOld)` is True where a loop may begin.
+
+    Raises `BadInput` for what is no state.
+    """
+    require_hint("is_at(state, …): state", state, RuntimeState)
     return (type(state.engine), type(state.weights), type(state.actor), type(state.old)) == (engine, weights, actor, old)

@@ -4,7 +4,7 @@ import torch
 
 from rft.experience import Rollouts
 from rft.sampling import Sampling
-from rft.state import BatchId
+from rft.state import BatchId, PolicyVersion
 
 
 def rollouts(*responses, answer="3"):
@@ -27,4 +27,5 @@ def rollouts(*responses, answer="3"):
         responses=tuple(responses),
         answers=(answer,) * count,
         sampling=Sampling(),
+        version=PolicyVersion(0),
     )

@@ -38,6 +38,7 @@ def rollouts_of(**changes: Any) -> rft.Rollouts:
         "responses": ("x", "y"),
         "answers": ("1", "2"),
         "sampling": rft.Sampling(),
+        "version": 4,
     }
     return rft.Rollouts(**{**usual, **changes})
 
@@ -156,11 +157,17 @@ def test_rewards_and_advantages_fit_their_rollouts() -> None:
 # ---- joining and taking ----
 
 
-def test_a_version_is_the_oldest_that_a_token_was_sampled_from() -> None:
-    versions = torch.tensor([[-1, -1, 6, 5, 6], [-1, 7, 7, -1, -1]])
-    assert rollouts_of(versions=versions).version == 5
-    nothing = torch.zeros(2, 5, dtype=torch.bool)
-    assert rollouts_of(sampled=nothing).version == 0
+def test_the_version_of_an_assembled_batch_is_the_oldest_of_what_is_in_it() -> None:
+    newer = rollouts_of(versions=torch.tensor([[-1, -1, 6, 6, 6], [-1, 6, 6, -1, -1]]), version=6)
+    none, both = torch.zeros(0, dtype=torch.int64), torch.arange(2)
+    assert rft.assemble((rollouts_of(), both), (newer, both)).version == 4
+    assert rft.assemble((rollouts_of(), none), (newer, both)).version == 6, "nothing is in it of the older one"
+    assert rft.assemble((rollouts_of(), none), (newer, none)).version == 4
+
+
+def test_no_token_is_older_than_the_version() -> None:
+    with pytest.raises(ShapeError, match=r"Rollouts\.versions has older ones than Rollouts\.version, which is 5"):
+        _ = rollouts_of(version=5)
 
 
 def test_an_experience_is_its_rollouts_row_by_row() -> None:

@@ -329,6 +329,7 @@ def test_names_of_other_systems_are_no_functions() -> None:
     ("factory", "wrong", "says"),
     [
         (grpo, "clipp", "grpo takes no 'clipp'; did you mean 'clip'"),
+        (grpo, "low", "grpo takes no 'low'. It takes clip, correction_cap"),
         (partial(policy_loss, CLIP), "agregate", "did you mean 'aggregate'. It takes surrogate, aggregate, correction, tokens"),
         (partial(reference_kl, 0.1), "estimate", "did you mean 'estimator'"),
         (partial(entropy_bonus, 0.1), "aggregated", "did you mean 'aggregate'"),

@@ -109,6 +109,14 @@ def test_is_ready_where_generate_may_be_called(engine: object, weights: object, 
     assert rft.is_ready(state_of(engine=engine, weights=weights)) is ready
 
 
+def test_what_is_no_state_and_no_name_of_a_role() -> None:
+    wrong: typing.Any = 3
+    with pytest.raises(rft.BadInput, match=r"is_at\(state, …\): state must be RuntimeState.*, got 3"):
+        _ = rft.is_at(wrong, rft.Asleep, rft.Stale, rft.OnDevice, rft.NoOld)
+    with pytest.raises(rft.BadInput, match=r"reward_model\(name\): name must be str, got 3"):
+        _ = rft.reward_model(wrong)
+
+
 def test_is_at_where_all_four_axes_are_as_named() -> None:
     there = state_of(engine=rft.Asleep(), weights=rft.Fresh(VERSION), actor=rft.Offloaded(), old=rft.NoOld())
     axes = (rft.Asleep, rft.Fresh, rft.Offloaded, rft.NoOld)

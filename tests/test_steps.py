@@ -194,6 +194,20 @@ MISTAKES = {
     "reload an Actor that is there": Mistake(
         rft.refresh, rft.reload_actor, "[Awake, Fresh, OnDevice", "[any, any, Offloaded, any]", leave_out=True
     ),
+    "sleep with kept weights, which are to go": Mistake(
+        lambda s: rft.sleep_keeping(rft.refresh(s)),
+        rft.sleep,
+        "[Asleep, Fresh, OnDevice, NoOld]",
+        "[Awake, any, any, any]",
+        ("state = wake(state)", "state = sleep(state)"),
+    ),
+    "keep weights that are kept": Mistake(
+        lambda s: rft.sleep_keeping(rft.refresh(s)),
+        rft.sleep_keeping,
+        "[Asleep, Fresh, OnDevice, NoOld]",
+        "[Awake, any, any, any]",
+        leave_out=True,
+    ),
     "offload an Actor that is away": Mistake(
         rft.offload_actor, rft.offload_actor, "[Asleep, Stale, Offloaded", "[any, any, OnDevice, any]", leave_out=True
     ),
@@ -317,7 +331,7 @@ def test_a_rank_without_prompts_has_nothing_that_is_too_old(begun: State) -> Non
     state, rollouts = with_old(begun)
     state = rft.broadcast(rft.finish_batch(trained(state, rollouts)))
     none = rft.generate(state, scripted_prompts(0), SAMPLING)
-    assert len(none) == 0
+    assert (len(none), none.version) == (0, 1)
     assert rft.compute_old_logprobs(rft.sleep(state), none).old.version == 1
 
 

@@ -1,11 +1,24 @@
 """What must be the same on all ranks, since that of one is what counts."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rft.checkpoint import values
 from rft.effects.runtime import Runtime
 from rft.errors import BadInput
+from rft.parallel.lockstep import Lockstep
+
+WEIGHTS = ("*.safetensors", "*.bin")
+"""Files of a model's weights: those of the first kind that there are any of."""
+READING = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.*")
+"""Files that texts are read by."""
+WRITTEN_BY = ("transformers_version", "_name_or_path")
+"""Entries of a configuration that say nothing of the model."""
+LOOKS, LOOK = 64, 1 << 16
+"""Places of a file of weights that are looked at, and the bytes of each."""
 
 
 def require_alike(call: str, everywhere: Sequence[Mapping[str, Any]]) -> None:
@@ -28,3 +41,39 @@ def require_one_tree(call: str, runtime: Runtime, plain: values.Plain) -> None:
         f"{call}: {path} is {first.get(path)} on rank 0 and {others[rank - 1].get(path)} on rank {rank}; a run is one tree, alike on all "
         "ranks: bring what each rank has of its own together first (all_rows, average)"
     )
+
+
+def require_one_model(name: str, folder: Path, lockstep: Lockstep) -> None:
+    """Raises `BadInput`, on all ranks, where their folders of a model hold different ones, of which rank 0's would count. Collective.
+
+    Folders may have other names on other nodes. Of large files the size and some of the bytes are compared, which tell apart what was
+    trained differently.
+    """
+    with lockstep.agreement() as exchange:
+        exchange.own = marks(folder)
+    first = exchange.everywhere[0]
+    for rank, own in enumerate(exchange.everywhere):
+        for what in (what for what in sorted(first | own) if first.get(what) != own.get(what)):
+            both = f"{what} is {first.get(what, 'missing')} on rank 0 and {own.get(what, 'missing')} on rank {rank}"
+            raise BadInput(f"LaunchSpec.{name} is not the same model on all ranks: {both}; give every rank a copy of the same folder")
+
+
+def marks(folder: Path) -> dict[str, str]:
+    """What tells one model from another: the entries of its configuration, and size and digest of its files."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    weights: list[Path] = next(filter(None, (sorted(folder.glob(kind)) for kind in WEIGHTS)), [])
+    files = [*weights, *(file for kind in READING for file in sorted(folder.glob(kind)))]
+    return {f"{key} in config.json": repr(value) for key, value in config.items() if key not in WRITTEN_BY} | {
+        file.name: f"{file.stat().st_size} bytes with digest {_digest(file)}" for file in files
+    }
+
+
+def _digest(file: Path) -> str:
+    """Of all of a small file, and of places all over a large one."""
+    size, found = file.stat().st_size, hashlib.blake2b(digest_size=4)
+    places = range(0, size, LOOK) if size <= LOOKS * LOOK else [look * (size - LOOK) // (LOOKS - 1) for look in range(LOOKS)]
+    with file.open("rb") as opened:
+        for place in places:
+            _ = opened.seek(place)
+            found.update(opened.read(LOOK))
+    return found.hexdigest()

@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from rft.effects.alike import require_one_model
 from rft.effects.runtime import Beside, Runtime
 from rft.engines.protocol import Engine
 from rft.errors import BadInput
-from rft.models import ModelFolder, find_model
+from rft.models import ModelFolder, find_folder, find_model
 from rft.parallel.lockstep import Lockstep
 from rft.parallel.world import World, open_world
 from rft.shapes import require_kind
@@ -41,6 +42,8 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
         _require_alike(spec, lockstep)
         spec.check_shards(world.size)
         model = _built(lockstep, lambda: _found(spec))  # a node may lack what the others have
+        if world.size > 1:
+            _require_one_of_each(spec, lockstep)
         engine = None
         if spec.engine is not None:
             engine = _built(lockstep, partial(_engine, spec, spec.engine, model, world))
@@ -74,6 +77,16 @@ def _found(spec: LaunchSpec) -> ModelFolder:
     return model
 
 
+def _require_one_of_each(spec: LaunchSpec, lockstep: Lockstep) -> None:
+    """Raises `BadInput`, on all ranks, for a model that is not the same on all. Collective."""
+    named = {"model": spec.model}
+    named |= {f"{role}.model": getattr(getattr(spec, role), "model", None) for role in ("reference", "critic")}
+    named |= {f"reward_models[{name!r}].model": judge.model for name, judge in spec.reward_models.items()}
+    for name, model in named.items():
+        if model is not None:
+            require_one_model(name, _built(lockstep, partial(find_folder, model)), lockstep)
+
+
 def _engine(spec: LaunchSpec, engine: Any, model: ModelFolder, world: World) -> Engine:
     """The engine; with a place for an adapter where the trainer has one that is sent alone."""
     lora = spec.adapter_alone
@@ -83,7 +96,7 @@ def _engine(spec: LaunchSpec, engine: Any, model: ModelFolder, world: World) -> 
 def _require_alike(spec: LaunchSpec, lockstep: Lockstep) -> None:
     """Raises `BadInput` where the ranks were given different specifications. Collective.
 
-    Folders may have other names on other nodes, and what has no text of its own is not compared.
+    Models are not compared here, as folders may have other names on other nodes, nor is what has no text of its own.
     """
     plain = {name: value for name, value in flat(spec).items() if not name.endswith("model") and " at 0x" not in str(value)}
     told = lockstep.gather(plain)

@@ -173,5 +173,6 @@ def _rollouts(
         responses=tuple(decode(drawn, skip_special_tokens=True)) if completions else (),
         answers=tuple(prompts.answers[row] for row in rows),
         sampling=sampling,
+        version=version,
         images=None if prompts.images is None else tuple(prompts.images[row] for row in rows),
     )

@@ -209,7 +209,7 @@ class Group:
                 process.answer()
             finally:
                 self.end()
-            raise EngineFailed("SGLang did not pass on what it was asked for; recover(state) starts it anew")
+            raise EngineFailed("SGLang did not pass on what it was asked for; after recover(state) a broadcast starts it anew")
         try:
             return link.recv()
         except (EOFError, OSError) as error:
@@ -226,7 +226,9 @@ class Group:
     def _death(self) -> EngineFailed:
         """Ends what is left of the engine, and tells what has become of it."""
         if self._process is None:
-            error = EngineFailed("SGLang is dead; the first rank of this TP group has the end of its output. recover(state) starts it anew")
+            error = EngineFailed(
+                "SGLang is dead; the first rank of this TP group has the end of its output. after recover(state) a broadcast starts it anew"
+            )
         else:
             error = self._process.death()
         self.end()

@@ -140,7 +140,9 @@ class Process:
             how = "it closed its connection"
         if not self._started:
             return EngineFailed(f"SGLang ended as it started ({how}); the end of its output says what to change:\n{self._tail()}")
-        return EngineFailed(f"SGLang's process is dead ({how}); recover(state) starts it anew. The end of its output:\n{self._tail()}")
+        return EngineFailed(
+            f"SGLang's process is dead ({how}); after recover(state) a broadcast starts it anew. The end of its output:\n{self._tail()}"
+        )
 
     def _late(self, seconds: float) -> EngineFailed:
         if self._started:

@@ -68,7 +68,7 @@ def _refusal(edge: Edge, state: AnyState) -> str:
     wrong = [i for i, axis in enumerate(joint) if axis not in edge.before[i]]
     lines = [f"{edge.name}(state): the state is {describe(state)}", f"  it needs {needs(edge)}"]
     lines += [f"  {AXES[i][0]} is {joint[i].__name__}, and must be {names(edge.before[i])}" for i in wrong]
-    if all(edge.after[i] is joint[i] for i in wrong):
+    if edge.apply(joint) == joint and all(edge.after[i] is joint[i] for i in wrong):
         lines.append(f"  leave it out: {edge.name} gives {' and '.join(joint[i].__name__ for i in wrong)}, and that is so already; or")
     way = route(joint, edge, without=state.devices.cannot)
     if way is not None:

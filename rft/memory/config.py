@@ -50,6 +50,8 @@ TABLES = {
 
 def read_setting(path: Path) -> Setting:
     """The setting that a TOML file describes. Raises `BadInput` with everything that is wrong with it."""
+    if not path.is_file():
+        raise BadInput(f"there is no file {path}; write one like examples/plan.toml")
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -26,8 +26,8 @@ def known_parameters(factory: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                raise BadInput(f"{factory.__name__} takes no {name!r}; did you mean {near!r}? It takes {', '.join(known)}")
+                near = "".join(f"; did you mean {each!r}?" for each in difflib.get_close_matches(name, known, n=1)) or "."
+                raise BadInput(f"{factory.__name__} takes no {name!r}{near} It takes {', '.join(known)}")
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:

@@ -115,8 +115,11 @@ class _Launch:
 
 @functools.lru_cache(maxsize=128)
 def _told(rows: tuple[tuple[int, int, int], ...], of_program: int, device: torch.device) -> Sequence[Tensor]:
-    """What the kernel is told of pairs (see `transfer_kernel`), each of which is where its source and its target lie, and the target's
-    bytes, where a program takes so many words: jobs, owners, and the checksums' beginnings. From one broadcast to the next tensors mostly lie where they lay."""
+    """What the kernel is told of pairs (see `transfer_kernel`): jobs, owners, and the checksums' beginnings.
+
+    Of each pair it is given where source and target lie and the target's bytes, and how many words a program takes. From one broadcast to
+    the next tensors mostly lie where they lay.
+    """
     sources, targets, sizes = np.array(rows, dtype=np.int64).T
     words = sizes // WORD
     programs = -(-words // of_program)

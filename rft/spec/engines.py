@@ -43,13 +43,17 @@ class TransformersEngine:
         at_least_one(self, "max_model_len", "max_rows")
 
     def check(self, config: Any, tensor_parallel: int) -> None:
-        """Raises `BadInput` for TP, as this engine holds the whole model on every rank, and for rows longer than the model's."""
+        """Raises `BadInput` as `check_alone` does, and for rows longer than the model's."""
+        self.check_alone(tensor_parallel)
+        check_positions(self, config)
+
+    def check_alone(self, tensor_parallel: int) -> None:
+        """Raises `BadInput` for TP: this engine holds the whole model on every rank."""
         if tensor_parallel > 1:
             raise BadInput(
                 f"the transformers engine holds the whole model on every rank, so tensor_parallel={tensor_parallel} cannot work: "
                 "set tensor_parallel=1, or use VLLMEngine"
             )
-        check_positions(self, config)
 
     def build(self, model: ModelFolder, world: World) -> Engine:
         """Builds it. Raises as `check` does."""

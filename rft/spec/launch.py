@@ -54,6 +54,8 @@ class LaunchSpec:
     def __post_init__(self) -> None:
         check_fields(self, but=("engine", "trainer"))
         at_least_one(self, "tensor_parallel", "reward_models_on_device")
+        if isinstance(self.engine, TransformersEngine):
+            self.engine.check_alone(self.tensor_parallel)
         if not (self.engine is None or _builds(self.engine, *ENGINES)):
             raise BadInput(f"LaunchSpec.engine must be a specification such as TransformersEngine(), or None, got {self.engine!r}")
         if not _builds(self.trainer, Training):

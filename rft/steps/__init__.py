@@ -99,7 +99,10 @@ def sleep_keeping(state: RuntimeState[Awake, W, A, O], /) -> RuntimeState[Asleep
 
 @recovery
 def recover(state: RuntimeState[Any, Any, A, O], /) -> RuntimeState[Asleep, Stale, A, O]:
-    """Leads on after an engine failure: give it the state last held. The engine is at rest then, and needs a broadcast."""
+    """Leads on after an engine failure: give it the state last held. The engine is at rest then, and needs a broadcast.
+
+    Without a failure it lets go of the weights that `sleep_keeping` kept. An engine that died is started anew by the broadcast after it.
+    """
     return then(state, placement.recover(state), Stale(None), state.actor, state.old)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 import rft
-from rft.testing.models import tiny_vision_model
+from rft.effects import alike
+from rft.testing.models import tiny_model, tiny_vision_model
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +60,41 @@ def test_shards_that_do_not_divide_the_ranks_are_refused_by_whose_they_are(named
         rft.launch(rft.LaunchSpec(model="/nowhere", **part)),
     ):
         pass
+
+
+def test_marks_tell_models_apart(tmp_path: Path) -> None:
+    first = alike.marks(tiny_model(tmp_path / "first"))
+    assert first == alike.marks(tiny_model(tmp_path / "second")), "the folder's name says nothing"
+    assert {"model.safetensors", "tokenizer.json", "hidden_size in config.json"} <= first.keys()
+    trained = alike.marks(tiny_model(tmp_path / "trained", seed=1))
+    assert [what for what in first if first[what] != trained[what]] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("place", [0, 5_000_000, 9_999_999])
+def test_of_a_large_file_its_ends_and_places_between_are_looked_at(place: int, tmp_path: Path) -> None:
+    """What was trained differs nearly everywhere: here in 200,000 bytes."""
+    file, content = tiny_model(tmp_path) / "model.safetensors", bytearray(10_000_000)
+    _ = file.write_bytes(content)
+    before = alike.marks(tmp_path)["model.safetensors"]
+    begin = min(place, len(content) - 200_000)
+    content[begin : begin + 200_000] = b"1" * 200_000
+    _ = file.write_bytes(content)
+    assert alike.marks(tmp_path)["model.safetensors"] != before
+
+
+def test_an_engine_that_shares_no_model_is_refused_before_ranks_are_counted() -> None:
+    with pytest.raises(rft.BadInput, match="the transformers engine holds the whole model on every rank, so tensor_parallel=2 cannot work"):
+        _ = rft.LaunchSpec(model="m", tensor_parallel=2)
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ("", "'' is no model folder: it has no config.json"),
+        ("/no/such/folder", "'/no/such/folder' is neither a folder nor a model that the hub gives, whose ids have the form owner/name"),
+        (3, "a model must be str, got 3"),
+    ],
+)
+def test_what_names_no_model(named: Any, says: str) -> None:
+    with pytest.raises(rft.BadInput, match=says):
+        _ = rft.models.find_model(named)

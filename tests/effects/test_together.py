@@ -86,6 +86,12 @@ def test_what_are_no_rows_is_refused(rows: Any) -> None:
         _ = rft.over_ranks(state, torch.neg, *rows)
 
 
+def test_what_is_no_function_is_refused() -> None:
+    nothing: Any = None
+    with scripted_launch() as state, pytest.raises(rft.BadInput, match=r"function must be one of tensors, such as .*, got NoneType"):
+        _ = rft.over_ranks(state, nothing, torch.zeros(3))
+
+
 def test_a_function_must_give_a_row_for_each_row() -> None:
     with scripted_launch() as state, pytest.raises(rft.ShapeError, match="given 3 rows and gave 2"):
         _ = rft.over_ranks(state, lambda x: x[:2], torch.zeros(3))

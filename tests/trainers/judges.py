@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rft.experience import Rollouts
 from rft.sampling import Sampling
-from rft.state import BatchId
+from rft.state import BatchId, PolicyVersion
 from rft.testing.models import tiny_config, tiny_tokenizer
 from tests.trainers.batches import random_experience
 
@@ -83,6 +83,7 @@ def random_rollouts(*rows: int) -> Rollouts:
         responses=tuple(REPLIES[row] for row in rows),
         answers=("",) * len(rows),
         sampling=Sampling(temperature=0.7),
+        version=PolicyVersion(0),
     )
 
 

@@ -55,7 +55,7 @@ def test_a_worker_that_is_killed_while_it_takes_weights_and_one_that_is_idle(fol
         kill_worker(started)
         yield from whole[5:]
 
-    with pytest.raises(EngineFailed, match=r"process is dead .*; recover\(state\) starts it anew"):
+    with pytest.raises(EngineFailed, match=r"process is dead .*; after recover\(state\) a broadcast starts it anew"):
         _ = engine.load(stream())
     engine.sleep("release")
     assert all_gone(started)
@@ -66,7 +66,7 @@ def test_a_worker_that_is_killed_while_it_takes_weights_and_one_that_is_idle(fol
     started = family(engine._group.pid)
     kill_worker(started)
     assert all_gone(started), "nobody has asked them for anything since"
-    with pytest.raises(EngineFailed, match=r"process is dead .*; recover\(state\) starts it anew"):
+    with pytest.raises(EngineFailed, match=r"process is dead .*; after recover\(state\) a broadcast starts it anew"):
         _ = engine.generate(requests(*PROMPTS), GREEDY)
     with pytest.raises(EngineFailed, match="its weights with them"):
         engine.sleep("keep")
