@@ -43,19 +43,21 @@ def require_one_tree(call: str, runtime: Runtime, plain: values.Plain) -> None:
     )
 
 
-def require_one_model(name: str, folder: Path, lockstep: Lockstep) -> None:
-    """Raises `BadInput`, on all ranks, where their folders of a model hold different ones, of which rank 0's would count. Collective.
+def require_same_models(folders: Mapping[str, Path], lockstep: Lockstep) -> None:
+    """Raises `BadInput`, on all ranks, where their folders hold different models, of which rank 0's would count. Collective.
 
-    Folders may have other names on other nodes. Of large files the size and some of the bytes are compared, which tell apart what was
-    trained differently.
+    `folders` are those of each rank by the field that names the model; they may have other names on other nodes. Of large files the size
+    and some of the bytes are compared, which tell apart what was trained differently.
     """
     with lockstep.agreement() as exchange:
-        exchange.own = marks(folder)
-    first = exchange.everywhere[0]
+        exchange.own = {name: marks(folder) for name, folder in folders.items()}
+    first: Mapping[str, Mapping[str, str]] = exchange.everywhere[0]
     for rank, own in enumerate(exchange.everywhere):
-        for what in (what for what in sorted(first | own) if first.get(what) != own.get(what)):
-            both = f"{what} is {first.get(what, 'missing')} on rank 0 and {own.get(what, 'missing')} on rank {rank}"
-            raise BadInput(f"LaunchSpec.{name} is not the same model on all ranks: {both}; give every rank a copy of the same folder")
+        for name, ours in first.items():
+            theirs = own[name]
+            for what in (what for what in sorted(ours.keys() | theirs.keys()) if ours.get(what) != theirs.get(what)):
+                both = f"{what} is {ours.get(what, 'missing')} on rank 0 and {theirs.get(what, 'missing')} on rank {rank}"
+                raise BadInput(f"LaunchSpec.{name} is not the same model on all ranks: {both}; give every rank a copy of the same folder")
 
 
 def marks(folder: Path) -> dict[str, str]:

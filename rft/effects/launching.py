@@ -4,11 +4,12 @@ import contextlib
 import logging
 from collections.abc import Callable, Generator
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from rft.effects.alike import require_one_model
+from rft.effects.alike import require_same_models
 from rft.effects.runtime import Beside, Runtime
 from rft.engines.protocol import Engine
 from rft.errors import BadInput
@@ -43,7 +44,7 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
         spec.check_shards(world.size)
         model = _built(lockstep, lambda: _found(spec))  # a node may lack what the others have
         if world.size > 1:
-            _require_one_of_each(spec, lockstep)
+            require_same_models(_built(lockstep, lambda: _folders(spec)), lockstep)
         engine = None
         if spec.engine is not None:
             engine = _built(lockstep, partial(_engine, spec, spec.engine, model, world))
@@ -77,14 +78,11 @@ def _found(spec: LaunchSpec) -> ModelFolder:
     return model
 
 
-def _require_one_of_each(spec: LaunchSpec, lockstep: Lockstep) -> None:
-    """Raises `BadInput`, on all ranks, for a model that is not the same on all. Collective."""
-    named = {"model": spec.model}
-    named |= {f"{role}.model": getattr(getattr(spec, role), "model", None) for role in ("reference", "critic")}
+def _folders(spec: LaunchSpec) -> dict[str, Path]:
+    """Where the models lie that are named, by field."""
+    named = {"model": spec.model} | {f"{role}.model": getattr(getattr(spec, role), "model", None) for role in ("reference", "critic")}
     named |= {f"reward_models[{name!r}].model": judge.model for name, judge in spec.reward_models.items()}
-    for name, model in named.items():
-        if model is not None:
-            require_one_model(name, _built(lockstep, partial(find_folder, model)), lockstep)
+    return {name: find_folder(model) for name, model in named.items() if model is not None}
 
 
 def _engine(spec: LaunchSpec, engine: Any, model: ModelFolder, world: World) -> Engine:
@@ -96,9 +94,10 @@ def _engine(spec: LaunchSpec, engine: Any, model: ModelFolder, world: World) -> 
 def _require_alike(spec: LaunchSpec, lockstep: Lockstep) -> None:
     """Raises `BadInput` where the ranks were given different specifications. Collective.
 
-    Models are not compared here, as folders may have other names on other nodes, nor is what has no text of its own.
+    Of a model it is compared whether one is named, as folders may have other names on other nodes; not, what has no text of its own.
     """
-    plain = {name: value for name, value in flat(spec).items() if not name.endswith("model") and " at 0x" not in str(value)}
+    named = {name: "a model" if name.endswith("model") and value is not None else value for name, value in flat(spec).items()}
+    plain = {name: value for name, value in named.items() if " at 0x" not in str(value)}
     told = lockstep.gather(plain)
     for rank, theirs in enumerate(told):
         for name in sorted(told[0].keys() | theirs.keys()):

@@ -78,12 +78,13 @@ class Told:
         ({"trainer.lr": "0.0"}, r"LaunchSpec.trainer.lr is 1e-06 on rank 0 and 0.0 on rank 1; give every rank the same"),
         ({"seed": "1"}, "LaunchSpec.seed is 0 on rank 0 and 1 on rank 1"),
         ({"reference": "Reference"}, "LaunchSpec.reference is None on rank 0 and Reference on rank 1"),
+        ({"critic.model": "a model"}, r"LaunchSpec.critic.model is None on rank 0 and a model on rank 1"),
     ],
 )
 def test_ranks_with_other_specifications_are_refused(other: dict[str, str], says: str) -> None:
     lockstep: Any = Told(other)
     with pytest.raises(BadInput, match=says):
-        launching._require_alike(rft.LaunchSpec(model="m"), lockstep)
+        launching._require_alike(rft.LaunchSpec(model="m", critic=rft.Critic()), lockstep)
 
 
 def test_nodes_may_have_the_model_elsewhere() -> None:
