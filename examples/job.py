@@ -19,6 +19,7 @@ from rft.data.prompts import Cursor, Dataset, Share, all_prompts, next_prompts, 
 from rft.data.questions import Question
 from rft.memory import Plan, Setting, plan
 from rft.models import find_model
+from rft.parallel.world import quick_dtype
 from rft.recording import record
 from rft.telemetry.logging import set_up_logging
 from rft.telemetry.records import RUN, read_run
@@ -39,8 +40,8 @@ class Job:
     """A Hugging Face model folder, or a hub id. It needs a chat template."""
     engine: Literal["transformers", "vllm", "sglang"] = "transformers"
     """Samples the responses: transformers is built in, vllm and sglang are to be installed."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the computation, in training and sampling; the trained weights themselves are float32."""
+    dtype: Literal["bfloat16", "float32"] = dc.field(default_factory=quick_dtype)
+    """Of the computation, in training and sampling: by default what the device is quick in. The trained weights themselves are float32."""
     tensor_parallel: int = 1
     """Ranks that share one engine; vllm and sglang only."""
     folder: Path | None = None

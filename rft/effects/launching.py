@@ -15,7 +15,7 @@ from rft.engines.protocol import Engine
 from rft.errors import BadInput
 from rft.models import ModelFolder, find_folder, find_model
 from rft.parallel.lockstep import Lockstep
-from rft.parallel.world import World, open_world
+from rft.parallel.world import World, open_world, quick_dtype
 from rft.shapes import require_kind
 from rft.spec import Critic, LaunchSpec, MovingAverage, Reference, SharedCritic, Where
 from rft.state import ACTOR_OPTIMIZER, CRITIC, CRITIC_OPTIMIZER, EMA, REFERENCE, Placement, Role, Roles, reward_model
@@ -42,6 +42,7 @@ def opened(spec: LaunchSpec) -> Generator[Runtime]:
             _ = stack.callback(_leave_world)
         _require_alike(spec, lockstep)
         spec.check_shards(world.size)
+        _warn_of_slowness(spec, world)
         model = _built(lockstep, lambda: _found(spec))  # a node may lack what the others have
         if world.size > 1:
             require_same_models(_built(lockstep, lambda: _folders(spec)), lockstep)
@@ -105,6 +106,15 @@ def _require_alike(spec: LaunchSpec, lockstep: Lockstep) -> None:
                 raise BadInput(
                     f"LaunchSpec.{name} is {told[0].get(name)} on rank 0 and {theirs.get(name)} on rank {rank}; give every rank the same"
                 )
+
+
+def _warn_of_slowness(spec: LaunchSpec, world: World) -> None:
+    slow = [name for name, value in flat(spec).items() if name.endswith("dtype") and value == "bfloat16"]
+    if slow and world.rank == 0 and quick_dtype() == "float32":
+        log.warning(
+            "this processor has no instructions for bfloat16, and takes many times as long in it as in float32: %s; write dtype='float32'",
+            ", ".join(slow),
+        )
 
 
 def roles(runtime: Runtime) -> Roles:

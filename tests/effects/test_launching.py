@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 import rft
-from rft.effects import alike
+from rft.effects import alike, launching
 from rft.testing.models import tiny_model, tiny_vision_model
+from rft.testing.scripted import alone
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +99,13 @@ def test_an_engine_that_shares_no_model_is_refused_before_ranks_are_counted() ->
 def test_what_names_no_model(named: Any, says: str) -> None:
     with pytest.raises(rft.BadInput, match=says):
         _ = rft.models.find_model(named)
+
+
+def test_a_slow_dtype_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    spec = rft.LaunchSpec(model="m", engine=rft.TransformersEngine(dtype="float32"))
+    monkeypatch.setattr(launching, "quick_dtype", lambda: "bfloat16")
+    launching._warn_of_slowness(spec, alone())
+    assert not caplog.records
+    monkeypatch.setattr(launching, "quick_dtype", lambda: "float32")
+    launching._warn_of_slowness(spec, alone())
+    assert "many times as long in it as in float32: trainer.dtype; write dtype='float32'" in caplog.text

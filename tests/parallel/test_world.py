@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 
 from rft.errors import BadInput, RanksDiverged
-from rft.parallel.world import _problem, _roll_call, dp_groups, open_world, tp_groups
+from rft.parallel.world import _problem, _roll_call, dp_groups, open_world, quick_dtype, tp_groups
 
 
 @pytest.mark.parametrize(
@@ -101,3 +101,20 @@ def test_without_torchrun_a_rank_is_alone(monkeypatch: pytest.MonkeyPatch) -> No
         dist.destroy_process_group()
         for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
             _ = os.environ.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("instructions", "dtype"),
+    [
+        ({"avx2": True, "avx512_bf16": False}, "float32"),
+        ({"avx2": True, "avx512_bf16": True}, "bfloat16"),
+        ({"neon": True, "bf16": True}, "bfloat16"),
+        ({}, "float32"),
+    ],
+)
+def test_what_a_processor_is_quick_in(instructions: dict[str, bool], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    assert quick_dtype() == dtype
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert quick_dtype() == "bfloat16"
