@@ -17,7 +17,7 @@ READING = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "ad
 """Files that texts are read by."""
 WRITTEN_BY = ("transformers_version", "_name_or_path")
 """Entries of a configuration that say nothing of the model."""
-LOOKS, LOOK = 64, 1 << 16
+LOOKS, LOOK = 16, 1 << 16
 """Places of a file of weights that are looked at, and the bytes of each."""
 
 
