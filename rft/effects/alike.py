@@ -15,6 +15,8 @@ WEIGHTS = ("*.safetensors", "*.bin")
 """Files of a model's weights: those of the first kind that there are any of."""
 READING = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.*")
 """Files that texts are read by."""
+SAID = ("config.json", "generation_config.json")
+"""Files that are compared entry by entry."""
 WRITTEN_BY = ("transformers_version", "_name_or_path")
 """Entries of a configuration that say nothing of the model."""
 LOOKS, LOOK = 16, 1 << 16
@@ -61,13 +63,15 @@ def require_same_models(folders: Mapping[str, Path], lockstep: Lockstep) -> None
 
 
 def marks(folder: Path) -> dict[str, str]:
-    """What tells one model from another: the entries of its configuration, and size and digest of its files."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    """What tells one model from another: what its configurations say, and size and digest of its files. Raises `BadInput`."""
     weights: list[Path] = next(filter(None, (sorted(folder.glob(kind)) for kind in WEIGHTS)), [])
     files = [*weights, *(file for kind in READING for file in sorted(folder.glob(kind)))]
-    return {f"{key} in config.json": repr(value) for key, value in config.items() if key not in WRITTEN_BY} | {
-        file.name: f"{file.stat().st_size} bytes with digest {_digest(file)}" for file in files
-    }
+    try:
+        said = {name: json.loads((folder / name).read_text(encoding="utf-8")) for name in SAID if (folder / name).is_file()}
+        entries = {f"{key} in {name}": repr(config[key]) for name, config in said.items() for key in config if key not in WRITTEN_BY}
+        return entries | {file.name: f"{file.stat().st_size} bytes with digest {_digest(file)}" for file in files}
+    except (OSError, ValueError) as error:
+        raise BadInput(f"the model in {folder} cannot be read: {error}; copy or download its files anew") from error
 
 
 def _digest(file: Path) -> str:

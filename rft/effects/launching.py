@@ -122,7 +122,7 @@ def roles(runtime: Runtime) -> Roles:
     spec, beside = runtime.spec, runtime.beside
     where: dict[Role, Where] = {ACTOR_OPTIMIZER: "device"}
     where |= {role: wanted.where for role, wanted in _frozen(spec).items()}
-    where |= {reward_model(name): wanted.where for name, wanted in spec.reward_models.items()}
+    where |= {reward_model(name): wanted.where for name, wanted in sorted(spec.reward_models.items())}
     if beside.critic is not None and isinstance(spec.critic, Critic):
         where |= dict.fromkeys((CRITIC, CRITIC_OPTIMIZER), spec.critic.where)
     elif beside.critic is not None:
@@ -143,7 +143,7 @@ def _beside(
             continue
         frozen[role] = _built(lockstep, partial(wanted.build, model, world))
         _settled(frozen[role], wanted.where, stack)
-    for name, wanted in spec.reward_models.items():
+    for name, wanted in sorted(spec.reward_models.items()):  # in one order on all ranks, who build each together
         judges[reward_model(name)] = judge = _built(lockstep, partial(wanted.build, model, world))
         _settled(judge, wanted.where, stack)
     critic = None

@@ -49,7 +49,8 @@ def taught(state: Any) -> Any:
 
 def company() -> Any:
     """All frozen roles beside one Actor, for five steps of it."""
-    judges = {name: rft.RewardModel(model=str(MODELS / name), dtype="float32") for name in ("kind", "brief")}
+    names = ("kind", "brief")[:: -1 if dist.get_rank() else 1]  # which one is named first must not matter
+    judges = {name: rft.RewardModel(model=str(MODELS / name), dtype="float32") for name in names}
     spec = specify(reference=rft.Reference(dtype="float32"), ema=rft.MovingAverage(decay=0.9, where="device"), reward_models=judges)
     seen: dict[str, Any] = {"actor": [], "average": []}
     with rft.launch(spec) as state:

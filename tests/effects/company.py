@@ -45,8 +45,8 @@ def test_roles_begin_where_they_are_to_lie(seen: list[dict[str, Any]]) -> None:
             ("actor_optimizer", "device", True),
             ("reference", "host", True),
             ("ema", "device", True),
-            ("reward model kind", "host", True),
             ("reward model brief", "host", True),
+            ("reward model kind", "host", True),
         ]
 
 

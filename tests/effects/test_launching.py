@@ -1,5 +1,6 @@
 """What launch refuses before anything is built."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,10 @@ def test_marks_tell_models_apart(tmp_path: Path) -> None:
     assert {"model.safetensors", "tokenizer.json", "hidden_size in config.json"} <= first.keys()
     trained = alike.marks(tiny_model(tmp_path / "trained", seed=1))
     assert [what for what in first if first[what] != trained[what]] == ["model.safetensors"]
+    generation = tmp_path / "second" / "generation_config.json"
+    _ = generation.write_text(json.dumps(json.loads(generation.read_text()) | {"eos_token_id": [1, 2]}))
+    ending = alike.marks(tmp_path / "second")
+    assert [what for what in first if first[what] != ending[what]] == ["eos_token_id in generation_config.json"]
 
 
 @pytest.mark.parametrize("place", [0, 5_000_000, 9_999_999])
