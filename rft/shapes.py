@@ -110,6 +110,8 @@ def require_hint(name: str, value: object, hint: Any) -> None:
 def require_path(name: str, value: object) -> Path:
     """The path that a value names. Raises `BadInput` for what names none."""
     require_hint(name, value, Path | str)
+    if value == "":
+        raise BadInput(f"{name} must not be empty; the current folder is '.'")
     return Path(typing.cast(Path | str, value))
 
 

@@ -890,3 +890,5 @@ def test_export_writes_a_folder_and_never_over_a_file(begun: State, tmp_path: Pa
     (tmp_path / "file").touch()
     with refused(begun, BadInput, "there is a file of that name"):
         _ = rft.export(begun, tmp_path / "file")
+    with refused(begun, BadInput, "path names no folder", "File name too long"):
+        _ = rft.export(begun, tmp_path / ("x" * 300))

@@ -40,7 +40,11 @@ def _one_folder(runtime: Runtime, call: str, path: Path) -> Generator[None]:
     """All ranks hear of what one of them refuses inside, and are refused where they name different folders. Collective when it is left."""
     with runtime.lockstep.agreement() as exchange:
         yield
-        if path.is_file():
+        try:
+            is_file = path.is_file()
+        except OSError as error:  # such as a name that is too long
+            raise BadInput(f"{call}(state, path): path names no folder: {error}") from error
+        if is_file:
             raise BadInput(f"{call}(state, {str(path)!r}): there is a file of that name; name a folder")
         exchange.own = {"path": str(path)}
     require_alike(f"{call}(state, path)", exchange.everywhere)

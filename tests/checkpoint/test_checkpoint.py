@@ -181,8 +181,10 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(begun: State
     assert not (tmp_path / "new").exists()
 
 
-def test_what_names_no_folder_is_refused(begun: State) -> None:
-    nowhere: Any = None
+@pytest.mark.parametrize(
+    ("nowhere", "says"), [(None, "must be Path | str, got None"), ("", "must not be empty; the current folder is '.'")]
+)
+def test_what_names_no_folder_is_refused(nowhere: Any, says: str, begun: State) -> None:
     calls: dict[str, Callable[[], object]] = {
         "save(state, folder, run): folder": lambda: save(begun, nowhere, 1),
         "restore(state, folder, run): folder": lambda: restore(begun, nowhere, 1),
@@ -191,7 +193,7 @@ def test_what_names_no_folder_is_refused(begun: State) -> None:
         "newest_checkpoint(folder): folder": lambda: rft.newest_checkpoint(nowhere),
     }
     for named, call in calls.items():
-        with refused(begun, BadInput, f"{named} must be Path | str, got None"):
+        with refused(begun, BadInput, f"{named} {says}"):
             _ = call()
 
 
