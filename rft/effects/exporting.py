@@ -13,7 +13,7 @@ from rft.trainers.protocol import Adapted
 
 
 def export(state: RuntimeState[Any, Any, Any, Any], path: Path, role: Role | None) -> Path:
-    """Writes an ordinary Hugging Face folder; rank 0 writes. Raises `BadInput` where something else lies there already."""
+    """Writes an ordinary Hugging Face folder; rank 0 writes. Raises `BadInput` where something else lies there that would be lost."""
     runtime = runtime_of(state)
     with _one_folder(runtime, "export", path):
         if role is not None and role not in runtime.beside.frozen:
@@ -44,6 +44,8 @@ def _one_folder(runtime: Runtime, call: str, path: Path) -> Generator[None]:
             is_file = path.is_file()
         except OSError as error:  # such as a name that is too long
             raise BadInput(f"{call}(state, path): path names no folder: {error}") from error
+        if path.resolve() == runtime.model.path.resolve():
+            raise BadInput(f"{call}(state, {str(path)!r}): the model that was launched lies there, and would be lost; name another folder")
         if is_file:
             raise BadInput(f"{call}(state, {str(path)!r}): there is a file of that name; name a folder")
         exchange.own = {"path": str(path)}

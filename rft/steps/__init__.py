@@ -347,7 +347,7 @@ def export(state: RuntimeState[Any, Any, Any, Any], path: Path | str, /, *, role
 
     With `role=EMA` or `role=REFERENCE` it is that model instead, on the host too. Raises `RoleError` for any other role, for one that the
     launch does not have, and for the Reference of an Actor with LoRA, which is `LaunchSpec.model` as it was; `BadInput` where it cannot
-    be written, or ranks name different folders.
+    be written, ranks name different folders, or anything but an earlier export lies there: that is replaced, and nothing else.
     """
     return exporting.export(state, require_path("export(state, path): path", path), role)
 

@@ -20,6 +20,8 @@ from rft.parallel.world import World
 _names: "weakref.WeakKeyDictionary[Any, dict[str, str]]" = weakref.WeakKeyDictionary()
 """What `stored_names` has said of each model: it takes longer than to send the weights of a small one."""
 
+WEIGHTS = "*.safetensors*"
+"""The files of weights in a folder, and their index."""
 PROCESSING = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
 """Files beside a tokenizer that say how images are processed; a folder has some of them."""
 
@@ -110,7 +112,7 @@ def on_rank_0(path: Path, world: World, write: Callable[[], None]) -> None:
 
 
 def write(path: Path, weights: Mapping[str, Tensor], model: Any, folder: ModelFolder) -> None:
-    """Writes a folder that `from_pretrained` loads, aside and then renamed. What lay there before goes."""
+    """Writes a folder that `from_pretrained` loads, aside and then renamed. Raises `BadInput` as `replaced` does."""
     from huggingface_hub import save_torch_state_dict
 
     with replaced(path) as aside:
@@ -126,13 +128,22 @@ def write(path: Path, weights: Mapping[str, Tensor], model: Any, folder: ModelFo
 
 @contextmanager
 def replaced(path: Path) -> Generator[Path]:
-    """A new folder aside, which takes the place of what lies at `path` in the end."""
+    """A new folder aside, which takes the place of an earlier one at `path` in the end.
+
+    Raises `BadInput` where anything lies there that the new one does not have, but for files of weights, which are cut in other ways.
+    """
+    path = path.resolve()  # a link goes on leading there
     aside, before = (path.with_name(f".{path.name}.{word}") for word in ("writing", "before"))
     for rest in (aside, before):
         shutil.rmtree(rest, ignore_errors=True)
     aside.mkdir(parents=True)
     yield aside
     if path.exists():
+        written = {file.name for file in aside.iterdir()}
+        others = sorted(f.name for f in path.iterdir() if f.name not in written and not f.match(WEIGHTS))
+        if others:
+            shutil.rmtree(aside)
+            raise BadInput(f"other things lie there, and would be lost: {', '.join(others[:5])}; name a new folder, or move them away")
         os.rename(path, before)
     os.rename(aside, path)
     shutil.rmtree(before, ignore_errors=True)

@@ -78,6 +78,24 @@ def test_an_export_that_cannot_be_written_to_its_end(begun: State, tmp_path: Pat
     assert (rft.export(begun, str(tmp_path / "model")) / "config.json").is_file()
 
 
+def test_an_export_replaces_an_earlier_one_and_nothing_else(begun: State, model: Path, tmp_path: Path) -> None:
+    folder, link = rft.export(begun, tmp_path / "model"), tmp_path / "newest"
+    _ = (folder / "model-00001-of-00002.safetensors").write_bytes(b"of an export that was cut otherwise")
+    link.symlink_to(folder)
+    assert rft.export(begun, link) == link
+    assert link.is_symlink(), "it leads to what was replaced"
+    assert sorted(f.name for f in folder.iterdir()) == sorted(f.name for f in rft.export(begun, tmp_path / "other").iterdir())
+    (folder / "notes").mkdir()
+    _ = (folder / "README.md").write_text("of the user")
+    with pytest.raises(rft.BadInput, match=r"other things lie there, and would be lost: README.md, notes; name a new folder"):
+        _ = rft.export(begun, folder)
+    assert (folder / "README.md").read_text() == "of the user"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "newest", "other"]
+    with pytest.raises(rft.BadInput, match="the model that was launched lies there, and would be lost"):
+        _ = rft.export(begun, model)
+    assert (model / "model.safetensors").is_file()
+
+
 def test_an_adapter_of_another_scale_or_base(model: Path, tmp_path: Path) -> None:
     def adapted(of: Path, alpha: float) -> rft.LaunchSpec:
         spec = spec_of(str(of), "transformers")
