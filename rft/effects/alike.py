@@ -15,7 +15,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
 """Files of a model's weights: those of the first kind that there are any of."""
 READING = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.*")
 """Files that texts are read by."""
-SAID = ("config.json", "generation_config.json")
+SAID = ("config.json", "generation_config.json", "adapter_config.json")
 """Files that are compared entry by entry."""
 WRITTEN_BY = ("transformers_version", "_name_or_path")
 """Entries of a configuration that say nothing of the model."""
@@ -63,7 +63,7 @@ def require_same_models(folders: Mapping[str, Path], lockstep: Lockstep) -> None
 
 
 def marks(folder: Path) -> dict[str, str]:
-    """What tells one model from another: what its configurations say, and size and digest of its files. Raises `BadInput`."""
+    """What tells one model, or adapter, from another: what its configurations say, and size and digest of its files. Raises `BadInput`."""
     weights: list[Path] = next(filter(None, (sorted(folder.glob(kind)) for kind in WEIGHTS)), [])
     files = [*weights, *(file for kind in READING for file in sorted(folder.glob(kind)))]
     try:

@@ -80,10 +80,12 @@ def _found(spec: LaunchSpec) -> ModelFolder:
 
 
 def _folders(spec: LaunchSpec) -> dict[str, Path]:
-    """Where the models lie that are named, by field."""
+    """Where the models lie that are named, and the adapter to begin with, by field."""
     named = {"model": spec.model} | {f"{role}.model": getattr(getattr(spec, role), "model", None) for role in ("reference", "critic")}
     named |= {f"reward_models[{name!r}].model": judge.model for name, judge in spec.reward_models.items()}
-    return {name: find_folder(model) for name, model in named.items() if model is not None}
+    folders = {name: find_folder(model) for name, model in named.items() if model is not None}
+    adapter = getattr(getattr(spec.trainer, "lora", None), "adapter", None)
+    return folders if adapter is None else folders | {"trainer.lora.adapter": Path(adapter).expanduser()}
 
 
 def _engine(spec: LaunchSpec, engine: Any, model: ModelFolder, world: World) -> Engine:
@@ -95,9 +97,10 @@ def _engine(spec: LaunchSpec, engine: Any, model: ModelFolder, world: World) -> 
 def _require_alike(spec: LaunchSpec, lockstep: Lockstep) -> None:
     """Raises `BadInput` where the ranks were given different specifications. Collective.
 
-    Of a model it is compared whether one is named, as folders may have other names on other nodes; not, what has no text of its own.
+    Of a folder it is compared whether one is named, as they may have other names on other nodes; not, what has no text of its own.
     """
-    named = {name: "a model" if name.endswith("model") and value is not None else value for name, value in flat(spec).items()}
+    folders = ("model", "adapter")
+    named = {name: "a folder" if name.endswith(folders) and value is not None else value for name, value in flat(spec).items()}
     plain = {name: value for name, value in named.items() if " at 0x" not in str(value)}
     told = lockstep.gather(plain)
     for rank, theirs in enumerate(told):

@@ -35,6 +35,8 @@ class LoRA:
         at_least_one(self, "rank")
         if not 0 < self.alpha < math.inf:
             raise BadInput(f"LoRA.alpha must be above 0, got {self.alpha}")
+        if self.adapter == "":
+            raise BadInput("LoRA.adapter must be a peft folder, or None, got ''")
         names: Any = self.targets
         if names is not None and not (type(names) is tuple and names and all(type(name) is str and name for name in names)):
             raise BadInput(f"LoRA.targets must be a tuple of names such as ('q_proj', 'v_proj'), or None for all; got {self.targets!r}")

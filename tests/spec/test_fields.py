@@ -1,6 +1,7 @@
 """Specifications are held to what their fields say, when they are made; and ranks to the same specification."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import rft
 from rft.effects import launching
 from rft.errors import BadInput
 from rft.spec import DeepSpeedTrainer, FSDP2Trainer, LoRA, SGLangEngine, TransformersEngine, VLLMEngine
+from rft.testing.models import tiny_model
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,7 @@ from rft.spec import DeepSpeedTrainer, FSDP2Trainer, LoRA, SGLangEngine, Transfo
         (lambda: rft.LaunchSpec(model="m", seed=True), "LaunchSpec.seed must be int, got True"),
         (lambda: LoRA(targets=["q_proj"]), r"LoRA.targets must be a tuple of names .* got \['q_proj'\]"),
         (lambda: LoRA(targets=("q_proj", 3, "v_proj")), "LoRA.targets must be a tuple of names"),
+        (lambda: LoRA(adapter=""), "LoRA.adapter must be a peft folder, or None"),
         (lambda: LoRA(targets=()), r"LoRA.targets must be a tuple of names such as \('q_proj', 'v_proj'\)"),
         (lambda: FSDP2Trainer(total_steps=-3), "FSDP2Trainer.total_steps must be at least 1, got -3"),
         (lambda: DeepSpeedTrainer(total_steps=0), "DeepSpeedTrainer.total_steps must be at least 1, got 0"),
@@ -78,7 +81,7 @@ class Told:
         ({"trainer.lr": "0.0"}, r"LaunchSpec.trainer.lr is 1e-06 on rank 0 and 0.0 on rank 1; give every rank the same"),
         ({"seed": "1"}, "LaunchSpec.seed is 0 on rank 0 and 1 on rank 1"),
         ({"reference": "Reference"}, "LaunchSpec.reference is None on rank 0 and Reference on rank 1"),
-        ({"critic.model": "a model"}, r"LaunchSpec.critic.model is None on rank 0 and a model on rank 1"),
+        ({"critic.model": "a folder"}, r"LaunchSpec.critic.model is None on rank 0 and a folder on rank 1"),
     ],
 )
 def test_ranks_with_other_specifications_are_refused(other: dict[str, str], says: str) -> None:
@@ -90,3 +93,9 @@ def test_ranks_with_other_specifications_are_refused(other: dict[str, str], says
 def test_nodes_may_have_the_model_elsewhere() -> None:
     lockstep: Any = Told({})
     launching._require_alike(rft.LaunchSpec(model="m", reward_models={"one": rft.RewardModel(model="n")}), lockstep)
+
+
+def test_the_adapter_to_begin_with_is_compared_as_models_are(tmp_path: Path) -> None:
+    model = str(tiny_model(tmp_path / "model"))
+    begun = rft.LaunchSpec(model=model, trainer=FSDP2Trainer(lora=rft.LoRA(adapter=str(tmp_path / "adapter"))))
+    assert launching._folders(begun) == {"model": Path(model), "trainer.lora.adapter": tmp_path / "adapter"}
