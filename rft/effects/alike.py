@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ READING = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "ad
 """Files that texts are read by."""
 SAID = ("config.json", "generation_config.json", "adapter_config.json")
 """Files that are compared entry by entry."""
-WRITTEN_BY = ("transformers_version", "_name_or_path")
+WRITTEN_BY = re.compile(r"transformers_version|_.*")
 """Entries of a configuration that say nothing of the model."""
 LOOKS, LOOK = 16, 1 << 16
 """Places of a file of weights that are looked at, and the bytes of each."""
@@ -68,7 +69,9 @@ def marks(folder: Path) -> dict[str, str]:
     files = [*weights, *(file for kind in READING for file in sorted(folder.glob(kind)))]
     try:
         said = {name: json.loads((folder / name).read_text(encoding="utf-8")) for name in SAID if (folder / name).is_file()}
-        entries = {f"{key} in {name}": repr(config[key]) for name, config in said.items() for key in config if key not in WRITTEN_BY}
+        entries = {
+            f"{key} in {name}": repr(config[key]) for name, config in said.items() for key in config if not WRITTEN_BY.fullmatch(key)
+        }
         return entries | {file.name: f"{file.stat().st_size} bytes with digest {_digest(file)}" for file in files}
     except (OSError, ValueError) as error:
         raise BadInput(f"the model in {folder} cannot be read: {error}; copy or download its files anew") from error
