@@ -23,7 +23,7 @@ KIND, BRIEF = rft.reward_model("kind"), rft.reward_model("brief")
 
 def specify(**options: Any) -> rft.LaunchSpec:
     trainer = specification(BACKEND, {"dtype": "float32", "lr": 1e-2, "lora": options.pop("lora", None)})
-    return rft.LaunchSpec(model=str(MODELS / "actor"), engine=None, trainer=trainer, **options)
+    return rft.LaunchSpec(**{"model": str(MODELS / "actor"), "engine": None, "trainer": trainer, **options})
 
 
 def refusal(act: Callable[[], object]) -> str:
@@ -96,10 +96,15 @@ def base() -> Any:
 def launches() -> Any:
     """What is refused before or while models are built."""
     judge = rft.RewardModel(model=str(MODELS / "kind"), where="device")
+    rank = dist.get_rank()
+    wider, trained = str(MODELS / f"wider {rank}"), str(MODELS / f"trained {rank}")
     wanted: dict[str, dict[str, Any]] = {
         "two on the device": {"reward_models": {"kind": judge, "brief": judge}},
         "a place of its own": {"reference": rft.Reference(shards=1, where="device"), "lora": LoRA()},
         "another model": {"reference": rft.Reference(model=str(MODELS / "kind"))},
+        "other models": {"model": wider},
+        "other weights": {"model": trained},
+        "other references": {"reference": rft.Reference(model=trained)},
     }
     return {name: refusal(lambda asked=asked: rft.launch(specify(**asked)).__enter__()) for name, asked in wanted.items()}
 

@@ -20,6 +20,9 @@ SCRIPT = Path(__file__).with_name("beside_ranks.py")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     tiny_model(folder / "actor")
+    for rank in range(2):  # of each rank
+        tiny_model(folder / f"wider {rank}", heads=4 + 4 * rank)
+        tiny_model(folder / f"trained {rank}", seed=rank)
     tiny_judge(folder / "kind")
     tiny_judge(folder / "brief", max_position_embeddings=12)
     return folder
@@ -116,6 +119,12 @@ def test_the_reference_of_lora_is_the_base_and_takes_nothing(seen: list[dict[str
             "BadInput: with LoRA the Reference is the Actor's base model, and is where the Actor is; leave out shards, where",
         ),
         ("another model", "is not of the kind of the Actor"),
+        (
+            "other models",
+            "BadInput: LaunchSpec.model is not the same model on all ranks: hidden_size in config.json is 128 on rank 0 and 256",
+        ),
+        ("other weights", "BadInput: LaunchSpec.model is not the same model on all ranks: model.safetensors is "),
+        ("other references", "BadInput: LaunchSpec.reference.model is not the same model on all ranks: model.safetensors is "),
     ],
 )
 def test_what_cannot_work_is_refused_at_launch(what: str, says: str, seen: list[dict[str, Any]]) -> None:

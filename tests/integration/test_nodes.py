@@ -90,12 +90,6 @@ def test_two_nodes_train_what_one_trains_and_refuse_what_they_cannot(model: Path
         assert told["a model that one node lacks"].startswith(
             "BadInput" if rank else "PeerFailed: another rank failed in this step: rank 1"
         )
-        refused = r"BadInput: LaunchSpec\.{} is not the same model on all ranks: {}; give every rank a copy of the same folder"
-        file = r"model\.safetensors is (\d+) bytes with digest (\w+) on rank 0 and \1 bytes with digest (?!\2)\w+ on rank 1"
-        heads = r"hidden_size in config\.json is 128 on rank 0 and 256 on rank 1"
-        assert re.fullmatch(refused.format("model", heads), told["other models"])
-        assert re.fullmatch(refused.format("model", file), told["other weights"])
-        assert re.fullmatch(refused.format(r"reference\.model", file), told["another reference"])
 
 
 @pytest.mark.slow
