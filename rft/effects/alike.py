@@ -18,7 +18,7 @@ READING = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "ad
 """Files that texts are read by."""
 SAID = ("config.json", "generation_config.json", "adapter_config.json")
 """Files that are compared entry by entry."""
-WRITTEN_BY = re.compile(r"transformers_version|_.*")
+BOOKKEEPING = re.compile(r"transformers_version|_.*")
 """Entries of a configuration that say nothing of the model."""
 LOOKS, LOOK = 16, 1 << 16
 """Places of a file of weights that are looked at, and the bytes of each."""
@@ -70,7 +70,7 @@ def marks(folder: Path) -> dict[str, str]:
     try:
         said = {name: json.loads((folder / name).read_text(encoding="utf-8")) for name in SAID if (folder / name).is_file()}
         entries = {
-            f"{key} in {name}": repr(config[key]) for name, config in said.items() for key in config if not WRITTEN_BY.fullmatch(key)
+            f"{key} in {name}": repr(config[key]) for name, config in said.items() for key in config if not BOOKKEEPING.fullmatch(key)
         }
         return entries | {file.name: f"{file.stat().st_size} bytes with digest {_digest(file)}" for file in files}
     except (OSError, ValueError) as error:
